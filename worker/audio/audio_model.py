@@ -92,7 +92,7 @@ def load_audio_model(spec: WorkerSpec, progress: Callable[[str, int, int], None]
     total = check_weights(path)
     progress("weights", 0, total)
     try:
-        # The library prints to standard output, where one of our programs writes its results.
+        # mlx-audio prints to standard output, where `worker.tools.verify` prints its results.
         with redirect_stdout(sys.stderr):
             model = _whisper(path, config, spec) if family == "whisper" else _other(path, family, spec)
         weights_bytes = sum(nbytes(part) for part in _parts(model))
@@ -181,7 +181,7 @@ def _other(path: Path, family: str, spec: WorkerSpec) -> Any:
 
     load = stt.load if family in TRANSCRIBERS else tts.load
     model: Any = load(path, lazy=True, strict=False, model_type=family)
-    # The dtype changes only in Qwen's talker: its codec decoder is already a compiled function for the stored dtype.
+    # Only Qwen's talker is cast: its codec decoder is already a compiled function for the stored dtype.
     for part in _parts(model):
         cast(part, spec.dtype)
         mx.eval(part.parameters())

@@ -50,8 +50,9 @@ class PendingClip:
     tenant: str
     ends: float
     decode: Callable[[Reserve], AudioJob]
-    # Known bytes of the clip's samples, and the bytes reserved for them.
+    # Known size of the clip's samples in bytes.
     needed: int = 0
+    # Bytes that are reserved for the samples.
     reserved: int = 0
     passed: int = 0
     number: int = 0
@@ -167,7 +168,7 @@ class ClipQueue:
             clip = self._next()
             with self._refusing(clip.rid):
                 self._decode(clip)
-            del clip  # the clip's file is large, and the next clip may arrive much later
+            del clip  # this frees the clip's large file; the next clip may arrive much later
 
     def _next(self) -> PendingClip:
         """Return the next clip that fits into memory, after reserving its bytes."""

@@ -7,9 +7,9 @@ from typing import Final
 
 from protocol.transcript import MAX_CLIP_BYTES, MIN_CLIP_BYTES
 
-# Memory of a forward pass: a minimum, and a fraction of the weights. See PASS_BYTES in
-# gateway/workers/memory/estimate.py.
+# Minimum memory of a forward pass.
 _MIN_PASS_BYTES: Final = 64 << 20
+# A forward pass may take the weights divided by this number. See PASS_BYTES in gateway/workers/memory/estimate.py.
 _PASS_WEIGHTS_DIVISOR: Final = 8
 
 

@@ -19,10 +19,11 @@ _WINDOW_S: Final = 30.0
 # Maximum tokens per second of speech; a model that does not end would otherwise generate for minutes.
 _MAX_TOKENS_PER_SECOND: Final = 16
 _MIN_TOKENS: Final = 64
-# Fraction at the end of each window in which it may be cut: at the middle of the quietest tenth of a second, in steps
-# of 10 ms.
+# Fraction at the end of each window that is searched for the place to cut.
 _SEARCHED_FRACTION: Final = 1 / 3
+# Step of that search.
 _STRIDE_S: Final = 0.01
+# A window is cut in the middle of the quietest part of this length.
 _QUIET_S: Final = 0.1
 
 

@@ -69,7 +69,7 @@ def _qwen_instructions(model: Any) -> Instructions:
 
 
 FAMILIES: Final[dict[str, SpeakerFamily]] = {
-    # The library joins shorter texts itself.
+    # mlx-audio itself joins shorter texts for Soprano.
     "soprano": SpeakerFamily(_soprano, least_chars=30, most_chars=300, shows_marks=False),
     "qwen3_tts": SpeakerFamily(
         _qwen, least_chars=60, most_chars=300, voices=_qwen_voices, instructions=_qwen_instructions

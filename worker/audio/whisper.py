@@ -84,8 +84,9 @@ class _State:
     """State of one transcript, owned by the generator that yields it."""
 
     seek: int = 0
-    # All tokens so far, and the index of the first token that the next window's prompt includes.
+    # All tokens so far.
     tokens: list[int] = field(default_factory=list[int])
+    # Index of the first token that the next window's prompt includes.
     prompt_from: int = 0
     last_speech: float = 0.0
 
@@ -229,7 +230,7 @@ class WhisperTranscriber:
                 )
                 for start, end in zip([0, *ends], ends, strict=False)
             ]
-            # The rest without a closing timestamp is transcribed again in the next window.
+            # The end of the window without a closing timestamp is transcribed again in the next window.
             state.seek += frames if is_closed else (int(tokens[ends[-1] - 1]) - begin) * stride
             return segments, is_closed
         times = tokens[is_time]

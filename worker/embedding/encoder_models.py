@@ -42,7 +42,7 @@ class EncoderShape:
     types: int = 0
     epsilon: float = 1e-12
     activation: str = "gelu"
-    # Whether layers normalize their input instead of their output; then one more norm follows the last layer.
+    # Whether layers normalize their input instead of their output; if so, one more norm follows the last layer.
     is_prenorm: bool = False
     is_gated: bool = False
     has_attention_bias: bool = True
@@ -122,7 +122,7 @@ class _Layer(nn.Module):
         self._is_prenorm = shape.is_prenorm
         self.attention = _Attention(shape, shape.thetas[at] if shape.thetas else 0.0)
         self.inner = _Inner(shape)
-        # ModernBERT's first layer directly follows the norm of the embeddings, so it has no norm.
+        # ModernBERT's first layer directly follows the norm of the embeddings, so it has no norm of its own.
         if not (shape.is_prenorm and at == 0):
             self.attention_norm = nn.LayerNorm(shape.width, eps=shape.epsilon, bias=shape.has_norm_bias)
         self.inner_norm = nn.LayerNorm(shape.width, eps=shape.epsilon, bias=shape.has_norm_bias)

@@ -30,7 +30,7 @@ _MAX_FLOAT32_BYTES: Final = 1 << 30
 _UNLIMITED_TOKENS: Final = 1_000_000_000
 # Name of the model input by which models distinguish the two texts of a pair.
 _SEGMENTS: Final = "token_type_ids"
-# Words of which a decoder that scores pairs answers with one.
+# A decoder that scores pairs answers with one of these two words.
 _YES, _NO = "yes", "no"
 
 

@@ -32,7 +32,7 @@ _MAX_COUNTED_CONTEXTS: Final = 4
 # Maximum size of an answer, which must fit into one frame.
 _MAX_ANSWER_BYTES: Final = 48 << 20
 _DEFAULT_INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
-# Texts before and after a pair, with which Qwen3-Reranker was trained.
+# Texts before and after each pair in the training of Qwen3-Reranker.
 _BEFORE: Final = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -159,7 +159,7 @@ class Preparer:
         return items
 
     def _paired(self, query: str, document: str, prompt: ScorePrompt) -> EmbeddingInput:
-        """Encode a pair by the tokenizer's own method for two texts."""
+        """Encode a pair with the tokenizer's own method for two texts."""
         most = self._most(prompt.truncate)
         encoded = self._tokenizer(
             self._bounded(query),

@@ -26,10 +26,10 @@ _DOCUMENT: Final = ("document", "passage", "corpus")
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Steps after a transformer: the vectors of `poolings` are concatenated, `dense` are folders of linear layers in
-    order.
+    """Steps after a transformer. The vectors of all `poolings` are concatenated, then pass through the linear layers in
+    the folders `dense`, in order.
 
-    `prompts` are texts before an input; `default_prompt` is the name of the prompt for requests that name none.
+    `prompts` maps a name to the text before an input; `default_prompt` is the name for requests that name no prompt.
     """
 
     poolings: tuple[str, ...]
@@ -40,7 +40,7 @@ class Steps:
     max_tokens: int = 0
     prompts: Mapping[str, str] = field(default_factory=dict[str, str])
     default_prompt: str = ""
-    # Default number of dimensions to which vectors are truncated; 0 means not at all.
+    # Default number of dimensions to which vectors are truncated; 0 means no truncation.
     dimensions: int = 0
 
     def prompt(self, name: str, is_query: bool, is_document: bool) -> str | None:

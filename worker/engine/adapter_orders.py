@@ -26,14 +26,14 @@ class AdapterOrders:
         rows: Callable[[], Iterable[Row]],
         apply: Callable[[], None],
     ) -> None:
-        # None if the model was not loaded to serve requests.
+        # This field is None if the model was not loaded to serve requests.
         self._adapters = adapters_of(loaded.model)
         self._base_bytes = loaded.weights_bytes - (self._adapters.nbytes if self._adapters is not None else 0)
         self._epoch = epoch
         self._memory = memory
         self._rows = rows
         self._apply = apply
-        # The sender of the newest command gets the report when an adapter has been freed.
+        # Callback of the newest command, which gets a report when an adapter has been freed.
         self._reply: Callable[[AdaptersSet], None] | None = None
 
     def refusal(self, row: Row) -> Failure | None:
@@ -68,7 +68,7 @@ class AdapterOrders:
                 self._report(adapters, 0)
 
     def _weigh(self, adapters: Adapters) -> None:
-        """Divide memory by the present size of the weights."""
+        """Free adapters that no row uses, then divide memory again with the present size of the weights."""
         adapters.sweep(lambda: {row.adapter_slot for row in self._rows()})
         self._memory.share.weigh(self._base_bytes + adapters.nbytes)
         self._apply()

@@ -81,17 +81,18 @@ class Batch:
         encoder: MediaEncoder | None = None,
         table_rows: int = 0,
     ) -> None:
-        # None until the first row, which is the warm-up's, has ended.
+        # The cost is None until the first row, which is the warm-up's, has ended.
         self.kv_cost: KvCost | None = None
         self._cache = cache
         self._masks = Masks()
         suppressed = vision.needs.suppressed if vision is not None else ()
         self._sampler = RowSampler(self._masks, suppressed, agreement_of(model), table_rows)
         self._media = RowMedia(vision, encoder)
-        # All sequences in the order of insertion; the sequences in prefill; and the sequences that are out of the
-        # generator until their mask is ready.
+        # All sequences, in the order of insertion.
         self._sequences: list[BatchSequence] = []
+        # Sequences in prefill.
         self._prefilling: list[BatchSequence] = []
+        # Sequences that are out of the generator until their mask is ready.
         self._parked: list[BatchSequence] = []
         # Sequences of ended rows, which the next `settle` stores and takes out of the generator.
         self._ended: list[BatchSequence] = []
@@ -153,7 +154,7 @@ class Batch:
         `is_first` is set if no other waiting row comes before this one.
         """
         if row.report.scored_top is not None:
-            return False  # a scored prompt is computed whole
+            return False  # a scored prompt is computed completely
         if self.is_prefilling_prefix_of(row):
             return True
         row.ticket = row.ticket or self._cache.restore(row.reusable, row.cache_salt)
@@ -253,7 +254,7 @@ class Batch:
         """
         try:
             yield
-        except Exception as error:  # the boundary of one row's prefix
+        except Exception as error:  # an error in storing one row's prefix must not affect other rows
             is_memory = is_allocation_failure(error)
             if not is_memory and (is_gpu_fault(error) or is_fabric_fault(error)):
                 raise
@@ -430,7 +431,7 @@ class Batch:
         self._media.forget(sequence.row)
 
     def _end_stay(self, sequence: BatchSequence) -> None:
-        """Remove a sequence from the batch, but keep its features."""
+        """Remove a sequence from the batch, but keep the features of its media."""
         self.account(sequence.row)
         for sequences in (self._sequences, self._prefilling, self._parked):
             if sequence in sequences:

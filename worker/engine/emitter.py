@@ -47,7 +47,8 @@ class Emitter:
             self._send_scores(row, scores)
             if row.is_finished:
                 continue
-            row.report.scored_top = None  # only now: a row that comes back from a failed step is scored again
+            # this is reset only now, because a row that comes back from a failed step is scored again
+            row.report.scored_top = None
             if row.max_tokens <= len(row.output):
                 self._finish(row, Finish.LENGTH)
         closed: set[Row] = set()
@@ -68,7 +69,7 @@ class Emitter:
         """Take one sampled token and send the output that it added."""
         try:
             output = self._writer.advance(row, token, ended, logprob)
-        except BaseException as error:  # the boundary of one row; a panic in Rust is no Exception
+        except BaseException as error:  # an error must fail only this row; a panic in Rust is no Exception
             self.fail(row, "its text was decoded", error)
             return
         if output.finish is not None:
@@ -92,7 +93,7 @@ class Emitter:
             return
         try:
             self._add_scores(row, scores)
-        except Exception as error:  # the boundary of one row
+        except Exception as error:  # an error must fail only this row
             self.fail(row, "its prompt was scored", error)
 
     def _add_scores(self, row: Row, scores: Scores) -> None:

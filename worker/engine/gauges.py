@@ -32,7 +32,7 @@ class Gauges(Stats):
 
     def measure_memory(self) -> None:
         """Measure the memory of this process. Called on the loop's thread."""
-        from worker.model import memory  # imports MLX, which is loaded after this module
+        from worker.model import memory  # this imports MLX, which is loaded after this module
 
         now = memory.measure()
         self.active_bytes, self.peak_bytes, self.cache_bytes = now.active, now.peak, now.cache

@@ -62,12 +62,12 @@ class EngineInbox:
         self._queue.put(command)
 
     def note_answer(self, now: float) -> None:
-        """Note that a client has its answer, and may send its next request soon."""
+        """Note that a client got its answer, and may send its next request soon."""
         self._answered.append(now)
 
     def take(self, *, is_idle: bool, is_waiting: bool, rest_s: float = 0.0) -> list[Command]:
-        """Return all waiting commands. If the engine is idle, block until there is one. If its rows wait or if it
-        rests, block for a short time or for `rest_s`."""
+        """Return all waiting commands. If the engine is idle, block until there is a command. If all rows wait for
+        other work or the engine rests, block for at most a short time or `rest_s`."""
         commands: list[Command] = []
         if is_idle:
             commands.append(self._queue.get())

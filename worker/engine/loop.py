@@ -202,7 +202,7 @@ class Engine(RequestLoop[Row]):
         self.pacer.tend()
 
     def _rest(self) -> None:
-        """Leave the GPU to other processes for a while, after all launched work has ended."""
+        """Wait until all launched work has ended, and begin a pause in which other processes can use the GPU."""
         self._batch.wait()
         self.pacer.worked(self._woke)
 
@@ -238,12 +238,12 @@ class Engine(RequestLoop[Row]):
             row = self._queue.pop()
             if not self._memory.kv.admits(self._batch.rows, row, self.sparse.needs(row)):
                 held.append(row)
-                break  # a smaller row that comes later must not starve this one
+                break  # smaller rows that come later must not starve this row
             if self.sparse.must_wait(row) or self._batch.must_wait(row, is_first=not held):
                 held.append(row)
                 continue
             row.stats.admitted = row.stats.admitted or time.monotonic()
-            if row.thinking.is_enough:  # a resumed row whose reasoning budget is used up
+            if row.thinking.is_enough:  # the row is resumed, and its reasoning budget is used up
                 self._close_reasoning(row)
             elif not self._batch.insert(row):
                 held.append(row)
@@ -280,11 +280,11 @@ class Engine(RequestLoop[Row]):
         self._batch.wait()
         try:
             self.sparse.step(self.pacer.selection_s(self._batch.prefilling, self._batch.decoding))
-        except Exception as error:  # an error of a model's code fails one row
+        except Exception as error:  # an error of a model's code fails only this row
             rid = self.sparse.drop()
             if is_gpu_fault(error):
                 raise
-            # The prompt is read again if memory was freed; otherwise only its request fails.
+            # The draft model reads the prompt again if memory was freed; otherwise only the prompt's request fails.
             if self._memory.shrink(error, "the reading of a prompt by the draft model"):
                 self._apply_limits()
             elif rid is not None and (row := self._requests.get(rid)) is not None:
@@ -305,7 +305,8 @@ class Engine(RequestLoop[Row]):
         if prefilling or self._gauges.step_seq % _CONTEXT_INTERVAL_STEPS == 0:
             self._context = self._batch.context
         chunk = self.pacer.chunk(prefilling, decoding, self._batch.longest_prefill, self._context)
-        # Prompts come first: a tick has a chunk of them, or a slice of the draft model's prefill.
+        # The draft model reads rows' texts only in ticks without a chunk of a prompt and without a slice of a sparse
+        # prefill.
         unread = 0 if prefilling or self.sparse.is_busy else self._batch.unread
         reads = self.pacer.reads(decoding, unread, self._context) if unread else 0
         output = self._batch.step(chunk.tokens, is_fused=chunk.is_fused, reads=reads)
@@ -396,11 +397,11 @@ class Engine(RequestLoop[Row]):
             self._batch.remove(row)
         except StepFailed:
             raise
-        except Exception as error:  # the boundary of one row, whose client has its answer
+        except Exception as error:  # an error must not affect other rows; this row's client has its answer
             self._recover_from_release(row, error)
 
     def _recover_from_release(self, row: Row, error: Exception) -> None:
-        """Have the batch rebuilt: a failed release leaves it in an unknown state.
+        """Have the batch rebuilt after a row's release has failed, because the failure leaves it in an unknown state.
 
         This never counts as a failed step, so that no request can end the worker: each row is released only once.
         """

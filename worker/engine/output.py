@@ -1,4 +1,4 @@
-"""Writer of output: sampled tokens to events, logprobs and the finish reason of a row's next deltas."""
+"""Writer of output: converts sampled tokens to events, logprobs and the finish reason of a row's next deltas."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ class OutputWriter:
         self.token_bytes = vocabulary.token_bytes
 
     def advance(self, row: Row, token: int, ended: str | None, logprob: TokenLogprob | None) -> TokenOutput:
-        """Take one sampled token; `ended` is mlx-lm's finish reason. An end-of-sequence token has no text unless stops
-        are included in the output, and a logprob only in a row with an echo."""
+        """Take one sampled token; `ended` is mlx-lm's finish reason. An end-of-sequence token has text only if the
+        output includes stops, and a logprob only in a row with an echo."""
         out = row.text
         row.stats.completion += 1
         is_eos = ended == "stop"
@@ -66,14 +66,14 @@ class OutputWriter:
             out.ready = out.safe
         events = self._parse(row, is_end=finish is not None, is_cut=not is_eos)
         if out.is_one_call and (at := _first_end(events)) is not None:
-            # Events after the call are dropped, including those of this token.
+            # Events after the call are dropped, even if the same token completed them.
             events, finish = events[: at + 1], Finish.STOP
         if finish is Finish.STOP and out.parser is not None and out.parser.saw_tool_call:
-            # A malformed call must not look complete.
+            # A malformed call must not be reported as a complete one.
             finish = Finish.LENGTH if out.parser.is_broken else Finish.TOOL_CALLS
         if is_eos:
-            # An end-of-sequence token has no text whose release would send the id, so the id is sent with the row's
-            # end.
+            # The end-of-sequence token has no text that could become safe and release its id, so the id is sent with
+            # the row's end.
             out.held.append(HeldToken(out.seen, token))
         if is_eos and row.report.echo and logprob is not None:
             # Clients that score texts rely on an entry for each token.
@@ -91,7 +91,7 @@ class OutputWriter:
         out.resumed = out.safe
 
     def _parse(self, row: Row, is_end: bool, is_cut: bool) -> list[Event]:
-        """Turn text into events; a token that opens or ends a reasoning block counts as part of it."""
+        """Turn text into events. A token that opens or ends a reasoning block counts as reasoning."""
         out = row.text
         count = out.ready - out.sent
         text, out.pending = out.pending[:count], out.pending[count:]
@@ -116,10 +116,10 @@ def _first_end(events: Sequence[Event]) -> int | None:
 
 
 def _release(out: RowText, is_stopped: bool) -> tuple[TokenLogprob, ...] | None:
-    """Release the tokens that have safe text; those of a stop string are never released.
+    """Release the tokens that have safe text; the tokens of a stop string are never released.
 
-    Text is sent up to what was safe with the newest released token. Held tokens may have made more of it safe, but a
-    successor that resumes from the released ids could not know that, and would send that text again.
+    Text is sent up to what was safe with the newest released token. Held tokens may have made further text safe. That
+    text is not sent yet: a successor that resumes from the released ids would send it again.
     """
     is_all_safe = out.safe == out.seen and not is_stopped
     held, logprobs = out.held, list[TokenLogprob]()

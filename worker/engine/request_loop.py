@@ -18,7 +18,7 @@ from worker.engine.outbox import Outbox
 
 log = logging.getLogger("mlxd.worker")
 
-# This is far more than the number of requests that can be in the intake at once.
+# This limit is far above the number of requests that can be in the intake at once.
 _MAX_EARLY_ABORTS: Final = 1 << 16
 STOPPING: Final = Failure(Code.DRAINING, "the model is being stopped; try again")
 _QUEUE_FULL: Final = Failure(Code.BUSY, "the model's queue is full; try again")
@@ -133,7 +133,7 @@ class RequestLoop(Generic[R]):
 
     def _enqueue(self, request: R) -> None:
         rid = request.rid
-        if rid in self._requests:  # the one terminal event of this rid belongs to the first request
+        if rid in self._requests:  # the one terminal event of this rid belongs to the earlier request
             log.error("request %d arrived twice; the second was dropped", rid)
             return
         if self._drain_until is not None or request.arrived <= self._drained_at:

@@ -50,17 +50,18 @@ class HeldToken:
 @dataclass(slots=True, eq=False)
 class RowText:
     """Output text of a row, owned by the writer. Tokens are `held` while none of their text is safe to send, then
-    `unsent` until a delta has their ids.
+    `unsent` until a delta contains their ids.
 
-    Counts of characters: `seen` were generated, `safe` cannot become part of a stop string, `ready` may be sent with
-    the released tokens, `sent` were sent, and the client of a resumed row has `resumed`. `pending` is safe unsent text.
+    Five fields count characters: `seen` were generated, `safe` cannot become part of a stop string, `ready` may be sent
+    with the released tokens, `sent` were sent, and `resumed` are those that the client of a resumed row already has.
+    `pending` is safe text that was not sent.
     """
 
     detokenizer: Detokenizer
     stops: StopScanner
     includes_stop: bool = False
     parser: Parser | None = None
-    # The output ends with its first tool call.
+    # Whether the output ends with its first tool call.
     is_one_call: bool = False
     held: deque[HeldToken] = field(default_factory=deque[HeldToken])
     unsent: list[int] = field(default_factory=list[int])
@@ -74,7 +75,7 @@ class RowText:
 
 @dataclass(slots=True, eq=False)
 class Thinking:
-    """Reasoning in the output, and its number of tokens. `closing_ids` end it once `budget` is used up."""
+    """State of a row's reasoning. `tokens` counts its tokens, and `closing_ids` end it once `budget` is used up."""
 
     is_open: bool = False
     tokens: int = 0
@@ -92,13 +93,14 @@ class PromptReport:
 
     echo: str = ""
     sends_ids: bool = False
-    # Number of top tokens per position of a prompt to score; None if the prompt is not scored, or was scored already.
+    # Number of top tokens to score per position of the prompt; None if the prompt is not scored, or was scored already.
     scored_top: int | None = None
-    # Number of top tokens per `PromptLogprob`; None if log-probabilities of the prompt are not sent apart from the
-    # echo.
+    # Number of top tokens per `PromptLogprob`; None if the prompt's log-probabilities are sent only in the echo, or not
+    # at all.
     logprobs: int | None = None
-    # Counts of entries that were sent; the first entry of the echo has its text.
+    # Number of scores that were sent.
     scores_sent: int = 0
+    # Number of entries of the echo that were sent; the first of them has the prompt's text.
     echo_sent: int = 0
 
 
@@ -109,12 +111,13 @@ class RowStats:
     arrived: float
     admitted: float = 0.0
     first_token: float = 0.0
-    # Number of prompt tokens that the prefix cache had at the first insertion. At later insertions it may have the
-    # row's own.
+    # Number of prompt tokens that the prefix cache had at the row's first insertion; at later insertions, the cache may
+    # also have KV of the row itself.
     cached: int | None = None
     completion: int = 0
-    # Number of tokens of the client's prediction that were drafted, and how many of those were accepted.
+    # Number of tokens of the client's prediction that were drafted.
     predicted: int = 0
+    # Number of these tokens that were accepted.
     accepted: int = 0
 
 
@@ -142,23 +145,24 @@ class Row:
     boundaries: list[int] = field(default_factory=list)
     # Logits processors that run before those of the sampling parameters.
     processors: list[Any] = field(default_factory=list)
-    # Token ids of the texts in the sampling parameters.
+    # Token ids of the texts that the sampling parameters contain.
     words: BadWords = NO_WORDS
     # Constraint on the output; None for free text.
     rule: Rule | None = None
     drafting: Drafting = field(default_factory=Drafting)
-    # None means the base model.
+    # Adapter of the row; None means the base model.
     adapter: Adapter | None = None
-    # Media in the order of the prompt, and positions `[3, prompt]` for models with spatial positions.
+    # Media, in the order of the prompt.
     media: list[Span] = field(default_factory=list)
+    # Positions `[3, prompt]` for models with spatial positions; otherwise None.
     positions: npt.NDArray[np.int32] | None = None
-    # Part of the prompt's tokens that a sparse prefill processes, 0 without sparse prefill.
+    # Fraction of the prompt that a sparse prefill processes; 0 without sparse prefill.
     keep: float = 0.0
-    # The tokens that a sparse prefill has selected; None before.
+    # Prompt tokens that a sparse prefill has selected; None until then.
     kept: SelectedTokens | None = None
     # Deviations from the request, except those of the row's grammar.
     relaxed: tuple[str, ...] = ()
-    # Number of turns and number of tokens that were truncated from the prompt.
+    # Numbers of turns and of tokens that were truncated from the prompt.
     left_out: tuple[int, int] = (0, 0)
     report: PromptReport = field(default_factory=PromptReport)
     thinking: Thinking = field(default_factory=Thinking)
@@ -169,7 +173,7 @@ class Row:
     is_finished: bool = False
     # Pending disk reads of this row's prompt KV; None once the row is inserted.
     ticket: Ticket | None = None
-    # None while the row is not in the batch.
+    # State of the row in the batch; None while the row is not in the batch.
     sequence: "BatchSequence | None" = None
     _tokens: npt.NDArray[np.int32] | None = None
     _keys: npt.NDArray[np.int32] | None = None
@@ -209,8 +213,8 @@ class Row:
 
     @property
     def reusable(self) -> npt.NDArray[np.int32]:
-        """Keys that the prefix cache may have KV for. The last token always runs, and KV after the first gap of a
-        sparse prompt differs from that of the whole text."""
+        """Return the keys of tokens whose KV may come from the prefix cache. The last token is never among them,
+        because it always runs. KV after the first gap of a sparse prompt differs from that of the whole text."""
         keys = self.keys()[:-1]
         return keys if self.kept is None else keys[: self.kept.leading]
 
@@ -275,19 +279,20 @@ class BatchSequence:
     placement: MediaPlacement | None = None
     mask: MaskWork | None = None
     draft: DraftState = field(default_factory=DraftState)
-    # Ends of segments that get a checkpoint; None stands for all of them.
+    # Ends of segments that get a checkpoint; None means all segments.
     marks: frozenset[int] | None = None
     reused: int = 0
-    # Number of tokens of all segments, and number of those that have run.
+    # Number of tokens in all segments.
     total: int = 0
+    # Number of these tokens that have run.
     done: int = 0
     # Limit of `generated`, the tokens sampled since the insertion.
     max_tokens: int = 0
     generated: int = 0
-    # Whether the newest input was a sampled token and not the last one of the prompt.
+    # Whether the newest input was a sampled token, not the prompt's last token.
     has_begun: bool = False
-    # Generated tokens that are not in the caches: after a verify block was rejected in part, recurrent layers were
-    # restored to the state before the block.
+    # Generated tokens that are missing in the caches: after a partly rejected verify block, recurrent layers were
+    # restored to their state before the block.
     owed: list[int] = field(default_factory=list[int])
     context: Context | None = None
     # Log-probabilities of the prompt, until they are complete and taken.
@@ -296,7 +301,7 @@ class BatchSequence:
     text: Sequence[int] = ()
     # Number of tokens of the longest medium that no chunk may cut; 0 without such a medium.
     longest_whole: int = 0
-    # Whether the row's KV is only in the batch; it is stored at the end of the row, or when a request can reuse it.
+    # Whether the prefix cache lacks the row's KV, which is stored at the end of the row or when a request can reuse it.
     is_unstored: bool = False
 
     def __post_init__(self) -> None:
@@ -314,8 +319,8 @@ class BatchSequence:
 
     @property
     def skipped(self) -> int:
-        """Number of prompt tokens that the sparse prefill left out before the next token: its position minus its
-        slot."""
+        """Number of prompt tokens that the sparse prefill left out before the row's next token, which is that token's
+        position minus its slot."""
         kept = self.row.kept
         return kept.position_offset(len(self.tokens)) if kept is not None else 0
 

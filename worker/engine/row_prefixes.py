@@ -14,7 +14,7 @@ from worker.vision.media import media_keys
 
 # Models whose caches cannot be cut get checkpoints at this distance within a long message.
 CHECKPOINT_TOKENS: Final = 2048
-# The newest message boundaries get checkpoints too: the next turn of a chat branches off there.
+# Number of newest message boundaries that also get a checkpoint, because the next turn of a chat branches off there.
 MAX_BOUNDARY_CHECKPOINTS: Final = 6
 
 
@@ -25,11 +25,11 @@ class RowPrefixes:
         self._cache = cache
 
     def segments(self, row: Row, tokens: Any, reused: int) -> tuple[list[list[int]], frozenset[int] | None]:
-        """Return the tokens to run, in segments, and the ends of segments that get a checkpoint; None if all of them
-        get one.
+        """Return the tokens to run, in segments, and the ends of segments that get a checkpoint; None means that all
+        segments do.
 
-        Cuts are at checkpoints and at the edges of media: chunks of any size then have tokens of one kind, whose
-        results come from the same kernel.
+        Segments are cut at checkpoints and at the edges of media, so that each chunk has tokens of only one kind, and
+        the same kernel computes them whatever the chunk size is.
         """
         last = len(tokens) - 1
         cuts: set[int] = set()
@@ -42,7 +42,7 @@ class RowPrefixes:
         marks: frozenset[int] | None = None
         if row.media:
             edges = {at for span in row.media for at in (span.begin, span.end) if reused < at < last}
-            # Only the last edge of media is worth a checkpoint.
+            # A checkpoint at the edges of media is only worthwhile at the last edge.
             marks = frozenset(
                 {*cuts, *([max(edges)] if edges and self._cache.needs_checkpoints else ()), last, last + 1}
             )
@@ -50,8 +50,8 @@ class RowPrefixes:
         return [part.tolist() for part in np.split(tokens[reused:], [at - reused for at in sorted(cuts)])], marks
 
     def shareable(self, other: Row, common: int, cost: KvCost | None) -> int:
-        """Return how many of the `common` leading tokens `other` will leave in the cache: all, or those up to its last
-        checkpoint, if they fit."""
+        """Return how many of the `common` leading tokens the row `other` will leave in the cache. With checkpoints,
+        these are the tokens up to the last checkpoint that fits the cache's budget."""
         if other.kept is not None:
             return 0
         if not self._cache.needs_checkpoints:

@@ -25,14 +25,15 @@ from worker.kv.ragged import Lengths
 
 log = logging.getLogger("mlxd.worker")
 
-# The long row has more than the 1,024 tokens from which other kernels are used, and no multiple of the step in which KV
-# grows.
+# The long row must have more than the 1,024 tokens from which MLX uses other kernels, and must not be a multiple of the
+# step in which KV grows.
 LONG_ROW_TOKENS: Final = 1088
 SHORT_ROW_TOKENS: Final = 300
-# Maximum deviations, relative to the largest output: in float32, of attention with scores in 16 bits, and of a whole
-# model in 16 bits. A wrong kernel deviates by about 1.
+# Maximum deviation in float32, relative to the largest output. A wrong kernel deviates by about 1.
 EXACT_LIMIT: Final = 1e-3
+# Maximum deviation of attention whose scores are in 16 bits.
 ATTENTION_LIMIT: Final = 3e-2
+# Maximum deviation of a whole model in 16 bits.
 MODEL_LIMIT: Final = 0.1
 # A warning is logged if quantization moves more than this part of the next token's probability to other tokens.
 SHIFT_WARNING: Final = 0.2
@@ -58,7 +59,8 @@ def quantize_kv(model: Any, config: dict[str, Any], bits: int, ids: Sequence[int
 
 @contextmanager
 def without_codes(model: Any) -> Generator[bool]:
-    """Let passes dequantize KV instead of reading its codes. Yields False if passes dequantize KV anyway."""
+    """Make passes dequantize KV instead of reading its codes. Yields False if passes dequantize KV without this,
+    too."""
     form = kv_form_of(model)
     if form is None or not form.reads_codes:
         yield False

@@ -33,7 +33,7 @@ from worker.prefix_cache.prefix import PrefixCache
 
 log = logging.getLogger("mlxd.worker")
 
-# The prompts differ in length, and the long one is two chunks and its last token.
+# The prompts differ in length. The long prompt is two chunks and one last token.
 SHORT_PROMPT_TOKENS: Final = 4
 LONG_PROMPT_TOKENS: Final = 11
 CHUNK_TOKENS: Final = 5
@@ -43,15 +43,15 @@ SAMPLE_TOKENS: Final = SHORT_PROMPT_TOKENS + LONG_PROMPT_TOKENS
 _SAMPLE_TEXT: Final = (
     "The river was low that summer, and the people of the town walked across it on stones to the market."
 )
-# Three, so that in every mode the short prompt's row decodes together with the long one's.
+# With three tokens, the short prompt's row decodes together with the long one's in every mode.
 OUTPUT_TOKENS: Final = 3
-# A chunk of this size holds either prompt.
+# A chunk of this size holds each of the two prompts completely.
 _WHOLE_PROMPT_TOKENS: Final = 16
 _CACHE_BYTES: Final = 1 << 40
-# Deviation is that of the top tokens' log-probabilities from the reference, weighted by probability. In float32 on a
-# CPU its limit is EXACT_LIMIT. Elsewhere rounding depends on shapes: the limit is ROUNDED_FACTOR times the deviation
-# that cutting a prompt into chunks causes, within ROUNDED_MIN_LIMIT and ROUNDED_MAX_LIMIT. A deviation by chunks above
-# CHUNKED_LIMIT is refused.
+# The deviation is that of the top tokens' log-probabilities from the reference, weighted by probability. In float32 on
+# a CPU, its limit is EXACT_LIMIT. Otherwise rounding depends on shapes: the limit is ROUNDED_FACTOR times the deviation
+# that cutting a prompt into chunks causes, within ROUNDED_MIN_LIMIT and ROUNDED_MAX_LIMIT. If chunks alone deviate by
+# more than CHUNKED_LIMIT, the model is refused.
 TOP_TOKENS: Final = 16
 EXACT_LIMIT: Final = 1e-3
 ROUNDED_FACTOR: Final = 4.0
@@ -83,8 +83,8 @@ def choose(
 ) -> BatchModePlan:
     """Return the first batch mode that is exact. `ids` are at least `SAMPLE_TOKENS` tokens of text.
 
-    `batching` is `auto`, or a configured mode, which is used unchecked, without packed passes and our kernels. `attend`
-    replaces the kernels, which need a GPU. Raises `LoadFailed`.
+    `batching` is `auto`, or a configured mode. A configured mode is used without a check; packed passes and mlxd's
+    attention kernels are then off. `attend` replaces the kernels, which need a GPU. Raises `LoadFailed`.
     """
     mergeable = all(hasattr(cache, "merge") for cache in make_caches(model))
     attend = attend or (kernel.attend if memory.has_gpu() else None)
@@ -153,7 +153,7 @@ class _Check:
         steps = [step for output in expected for step in output.logprobs]
         if not all(bool(mx.isfinite(mx.max(step))) for step in steps):
             raise LoadFailed(Code.MODEL_CORRUPT, "the model's log-probabilities are not finite: its weights are broken")
-        # With quantized KV, a rounding error can move a number to the next code.
+        # A rounding error can move a quantized KV value to the next code, so no exact result is expected then.
         is_exact = steps[0].dtype == mx.float32 and not memory.has_gpu() and kv_form_of(self._model) is None
         drift = _drift([chunked], expected[1:])
         if not drift <= (EXACT_LIMIT if is_exact else CHUNKED_LIMIT):
@@ -194,8 +194,8 @@ class _Check:
         return []
 
     def attention(self, mode: BatchMode, attend: Attend | None) -> str:
-        """Use our attention kernels if their results are right on this machine and in this model. Returns `kernel`, or
-        `mlx` with the reason."""
+        """Use mlxd's attention kernels if their results are right on this machine and in this model. Returns `kernel`,
+        or `mlx` with the reason."""
         if attend is None:
             return "mlx"
         switch = AttentionSwitch(attend)
@@ -216,7 +216,7 @@ class _Check:
             )
         except LoadFailed:
             raise
-        except Exception as error:  # the boundary to compilers of each machine, and code of every architecture
+        except Exception as error:  # compilers of any machine and code of any architecture may raise any error
             switch.proved = frozenset()
             return f"mlx, because {reason_of(error)}"
         return KERNEL
@@ -228,7 +228,7 @@ class _Check:
         self, mode: BatchMode, waves: Sequence[Sequence[list[int]]], chunk: int, cache_bytes: int = 0, begun: int = 0
     ) -> list[_RowOutput]:
         """Run waves of prompts, one after another, through a new batch. The first `begun` rows of a wave generate
-        before the others are inserted."""
+        before the wave's other rows are inserted."""
         if self._partners is not None:
             cache = self._partners.cache(self._layout, cache_bytes)
             batch = self._partners.batch(self._model, (), cache, mode)
