@@ -44,7 +44,7 @@ def is_fabric_fault(error: BaseException) -> bool:
 
 
 class WorkerError(Exception):
-    """Error with the `Failure` that is sent to the gateway."""
+    """Error that contains the `Failure` for the gateway."""
 
     def __init__(
         self, code: Code, message: str, *, detail: str = "", param: str | None = None, numbers: tuple[int, ...] = ()
@@ -75,7 +75,7 @@ class PartnerLost(StepFailed):
 
 @contextmanager
 def foreign_code(explain: Callable[[Exception], Exception], *passed: type[Exception]) -> Generator[None]:
-    """Translate errors of the code inside with `explain`. That code may be any architecture's and raise any error.
+    """Translate exceptions of the code inside the `with` block, which may be code of any architecture, with `explain`.
 
     A `WorkerError` and the types in `passed` are not translated.
     """
@@ -83,7 +83,7 @@ def foreign_code(explain: Callable[[Exception], Exception], *passed: type[Except
         yield
     except (WorkerError, *passed):
         raise
-    except Exception as error:  # the boundary itself
+    except Exception as error:  # only `explain` decides what an error means
         raise explain(error) from error
 
 

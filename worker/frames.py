@@ -31,7 +31,7 @@ class MessageEncoder:
         self._gauges = gauges
         self._abort = abort
         self._limit = limit
-        # Sequences that the encoder has ended, until the engine ends them.
+        # Rids of sequences that the encoder has ended and the engine has not ended yet.
         self._ended: set[int] = set()
 
     def encode(self, message: Up) -> Iterator[bytes]:

@@ -22,12 +22,12 @@ from worker.prefix_cache.block_events import Event
 
 log = logging.getLogger("mlxd.worker")
 
-# Maximum number of batches that are kept for replays, and their maximum bytes. A replay fits the send queue of a
-# socket.
+# Maximum number of batches that are kept for replays. A replay fits the send queue of a socket.
 MAX_REPLAY_BATCHES: Final = 8192
+# Maximum size of these batches in bytes.
 MAX_REPLAY_BYTES: Final = 64 << 20
 POLL_S: Final = 0.1
-# The previous worker may still hold the address.
+# Timeout of binding the address, which the previous worker may still hold.
 BIND_TIMEOUT_S: Final = 10.0
 END_SEQUENCE: Final = (-1).to_bytes(8, signed=True)
 
@@ -40,7 +40,7 @@ class KvPublisher:
     """Publisher with its own thread. `put` may be called from one other thread."""
 
     def __init__(self, endpoint: str, replay: str = "", topic: str = "") -> None:
-        """Raises `CannotPublish`."""
+        """Bind the sockets and start the thread. Raises `CannotPublish`."""
         self._topic = topic.encode()
         self._waiting: SimpleQueue[Sequence[Event] | None] = SimpleQueue()
         self._kept: deque[tuple[bytes, bytes]] = deque()
@@ -78,7 +78,7 @@ class KvPublisher:
             while self._publish_waiting():
                 if self._replays is not None:
                     self._replay(self._replays)
-        except Exception:  # the root of the thread
+        except Exception:  # the engine must go on without events after any error
             log.exception("events of the prefix cache are not published any more")
         finally:
             self._has_ended = True

@@ -194,7 +194,7 @@ class GatewayLink:
     def _guarded(self, body: Callable[[], None]) -> None:
         try:
             body()
-        except Exception:  # the root of a thread
+        except Exception:  # the process cannot go on without its IO threads
             log.exception("an IO thread failed")
             os._exit(ExitStatus.INTERNAL)
 

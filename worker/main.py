@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlxd.worker")
 
-# A grammar can take seconds to compile, and must not block other grammars.
+# Number of compiler threads: a grammar that takes seconds to compile must not block other grammars.
 _COMPILER_THREADS: Final = 2
 
 
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     is_over_ssh = options.over_ssh is not None
     if is_over_ssh and options.over_ssh != __version__:
-        # The specification may have fields that this version does not know, so it is not read.
+        # The specification may have fields that this version does not know, so it is not decoded.
         print(f"ERROR mlxd is {__version__} here and {options.over_ssh} at rank 0: install the same", file=sys.stderr)
         return ExitStatus.INCOMPATIBLE
     try:
@@ -101,8 +101,9 @@ def _prepare_process(spec: WorkerSpec) -> None:
     faulthandler.enable()
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(message)s", force=True)
     log.setLevel(spec.log_level.upper())
-    # A worker never uses the network, and never forks while threads of tokenizers run.
+    # A worker never uses the network.
     os.environ["HF_HUB_OFFLINE"] = "1"
+    # Forking is unsafe while threads of tokenizers run, so tokenizers must not start any.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     # The CUDA build of MLX caches cuDNN plans of attention, which take 45 ms to build, for each number of rows, of
@@ -137,7 +138,7 @@ class WorkerMain:
             return self._load_and_serve()
         finally:
             self._link.close()
-            # At exit, Python would otherwise wait for the pool's queue, with the model still in memory.
+            # Python's exit would otherwise wait for the pool's queue, with the model still in memory.
             self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def _load_and_serve(self) -> int:
@@ -161,7 +162,7 @@ class WorkerMain:
             if engine is not None:
                 engine.fail_all(error.failure)
             return self._leave_group(error.failure, ExitStatus.PARTNER_LOST)
-        except Exception as error:  # the root of the process
+        except Exception as error:  # clients and the gateway must get an answer after any error
             log.exception("the worker failed")
             detail = error.failure.detail if isinstance(error, WorkerError) else repr(error)
             failure = Failure(Code.WORKER_DIED, "the model's worker failed; try again", detail)

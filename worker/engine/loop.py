@@ -342,7 +342,7 @@ class Engine(RequestLoop[Row]):
                 self._rebuild()
         except StepFailed:
             raise
-        except Exception as error:  # the root of the step loop
+        except Exception as error:  # the step loop must recover from any error
             self._recover(error)
 
     def _recover(self, error: Exception) -> None:

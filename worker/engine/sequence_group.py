@@ -54,9 +54,9 @@ class SequenceGroup:
         return taken
 
     def extract(self, at: int) -> tuple[list[Any], list[int]]:
-        """Return the caches of one row, as views, and the tokens in them; a row without tokens has no caches.
+        """Return the caches of one row as views, and the tokens in the caches; a row without tokens has no caches.
 
-        mlx-lm 0.31's `ArraysCache` raises `TypeError` if it has held nothing.
+        mlx-lm 0.31's `ArraysCache` raises `TypeError` if it has never had contents.
         """
         tokens = self.sequences[at].tokens
         return (batched.extract(self.caches, at), list(tokens)) if tokens else ([], [])

@@ -57,6 +57,6 @@ class SparseRows:
             self._chooser.forget(row.rid)
 
     def drop(self) -> int | None:
-        """Drop the KV of the prompt that the draft model reads, until the prompt is requested again. Returns its row's
-        rid."""
+        """Drop the KV of the prompt that the draft model is reading; reading restarts when the prompt is requested
+        again. Return the rid of the prompt's row."""
         return self._chooser.drop() if self._chooser is not None else None

@@ -80,7 +80,7 @@ class Coordinator:
         self._seq = 0
         self._crc = 0
         self._layout: KvLayout | None = None
-        # Cost of cached prefixes, if that cost differs between ranks.
+        # Cost of cached prefixes; None if the cost is equal on all ranks.
         self.price: TokenCost | None = None
         # Answers that arrived before the coordinator waited for them.
         self._early: list[tuple[int, group.Up]] = []
@@ -141,8 +141,7 @@ class Coordinator:
         return (own, *(RankStats(done.memory, done.step_us) for _, done in sorted(self._done.items())))
 
     def leave(self) -> None:
-        """Leave the group. A follower that is already gone is no failure, and a follower that hangs is not waited
-        for."""
+        """Leave the group. The call fails neither for a follower that is already gone nor for a follower that hangs."""
         self._watch.leave()
         self._ops.append(group.LeaveGroup())
         gone = self._unreached(self._next_plan(0))
@@ -197,7 +196,7 @@ class Coordinator:
             raise PartnerLost(f"{self._names(gone)} cannot be reached")
 
     def _unreached(self, frame: bytes) -> list[int]:
-        """Send a frame to all followers; returns those without a connection."""
+        """Send a frame to all followers. Return the followers without a connection."""
         gone: list[int] = []
         for rank in self._followers:
             try:

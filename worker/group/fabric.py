@@ -17,7 +17,7 @@ from protocol.group import StartLoading
 from protocol.spec import RankSpec
 from worker.errors import LoadFailed, PartnerLost
 
-# Timeout of the connection between ranks: native code waits for the other ranks of a ring, on rank 0 forever.
+# Timeout in seconds of connecting the ranks. Native code waits for the other ranks of a ring, on rank 0 forever.
 CONNECT_TIMEOUT_S: Final = 60
 
 
@@ -37,7 +37,7 @@ def own_links(rank: RankSpec) -> tuple[str, ...]:
 
 
 def connect(go: StartLoading, rank: RankSpec) -> Any:
-    """Return MLX's group of all ranks. Raises `PartnerLost`; ends the process if native code exceeds the timeout."""
+    """Return MLX's group of all ranks. Raises `PartnerLost`. If native code exceeds the timeout, the process ends."""
     size = len(go.links)
     if not mx.distributed.is_available(go.backend):
         raise LoadFailed(Code.BAD_CONFIG, f"MLX of rank {rank.rank} was built without the backend '{go.backend}'")
@@ -71,8 +71,8 @@ def _prepare(go: StartLoading, rank: RankSpec, folder: Path) -> None:
 
 @contextmanager
 def _within(timeout_s: int) -> Generator[None]:
-    """End the process by SIGALRM after the timeout: the code inside may hold the GIL, so no thread could end the
-    process."""
+    """End the process by SIGALRM after the timeout. The code inside the `with` block may hold the GIL, so no thread
+    could end the process."""
     before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(timeout_s)
     try:

@@ -38,9 +38,9 @@ from worker.prefix_cache.radix_tree import TokenCost
 log = logging.getLogger("mlxd.worker")
 
 _POLL_MS: Final = 250
-# The memory of MLX may exceed a rank's limit by this fraction, for temporary arrays of a step.
+# MLX's memory may exceed a rank's limit by the limit divided by this number, for temporary arrays of a step.
 _SPILL_DIVISOR: Final = 8
-# Maximum seconds to wait until an earlier process of the rank has ended and its memory is free.
+# Maximum time in seconds until an earlier process of this rank has ended and its memory is free.
 _FREE_MEMORY_TIMEOUT_S: Final = 10.0
 
 
@@ -48,7 +48,7 @@ def follow(follower: "Follower") -> int:
     """Run a follower to its end; return its exit status."""
     try:
         follower.run()
-    except Exception as error:  # the root of the process
+    except Exception as error:  # a follower must report any error before it ends
         failure, status = _end(error)
         log.error("the rank ends: %s %s", failure.message, failure.detail)
         follower.watch.fail(failure, status)
@@ -89,7 +89,7 @@ class Follower:
         self.crc = 0
         self._is_leaving = False
         self._rows: dict[int, Row] = {}
-        # The fields below exist once the model is loaded.
+        # The fields below are set when the model is loaded.
         self._model: Any
         self._eos_ids: tuple[int, ...] = ()
         self._layout: KvLayout
@@ -156,7 +156,8 @@ class Follower:
         self._socket.send(group.encode(answer))
 
     def _check_free_memory(self) -> None:
-        """Check that the weights of a part fit this machine, on which no gateway plans memory. Raises `LoadFailed`."""
+        """Check that the weights of this rank's part fit the machine, where no gateway plans memory. Raises
+        `LoadFailed`."""
         spec, rank = self._spec, self._rank.rank
         assert spec.group is not None
         files = resolve(spec.path).glob("model*.safetensors")
@@ -186,7 +187,7 @@ class Follower:
 
     def do(self, plan: group.TickPlan) -> None:
         """Run one plan. Raises `PartnerLost` if the tokens of this rank differ from those of rank 0."""
-        if plan.crc != self.crc:  # no collective has begun, so no token of this plan leaves rank 0
+        if plan.crc != self.crc:  # no collective has begun, so rank 0 does not send any token of this plan
             raise PartnerLost(f"out of step before plan {plan.seq}")
         self.watch.begin(plan.seq)
         began = time.perf_counter()
@@ -211,7 +212,7 @@ class Follower:
         output = self._batch.step(plan.chunk, is_fused=plan.is_fused)
         self.crc = tally(self.crc, output.tokens)
         for _, scores in (*output.scoring, *output.scored):
-            scores.take()  # rank 0 has these scores
+            scores.take()  # the followers drop these scores, because rank 0 has its own
         for token in output.tokens:
             if token.ended is not None:
                 del self._rows[token.row.rid]
@@ -264,6 +265,6 @@ class Follower:
 
 
 def _lost(failure: Failure, status: int) -> None:
-    """End the process, whose main thread may wait in native code forever."""
+    """End the process at once, because its main thread may wait in native code forever."""
     log.error("the group is lost: %s %s", failure.message, failure.detail)
     os._exit(status)

@@ -15,7 +15,7 @@ from worker.prefix_cache.radix_tree import TokenCost
 
 
 class Planner(Protocol):
-    """Port to the plans of rank 0. Owned by the engine thread. `price` is the cost of cached prefixes."""
+    """Port to the plans of rank 0, owned by the engine thread. `price` is the cost of cached prefixes."""
 
     price: TokenCost | None
 

@@ -14,7 +14,7 @@ from worker.errors import PartnerLost
 log = logging.getLogger("mlxd.worker")
 
 Socket = zmq.Socket[bytes]
-# The last message of a rank that ends has this long to leave.
+# The last message of an ending rank is dropped if it is not sent within this time.
 LINGER_MS: Final = 1000
 
 
@@ -45,7 +45,7 @@ class RankSockets:
         return sockets.connect_secure_dealer(self._context, address, identity, self._rank.server, self._keys)
 
     def close(self) -> None:
-        """Close the context, after all sockets are closed."""
+        """Close the context. All sockets must be closed before."""
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()

@@ -1,4 +1,4 @@
-"""Watch of a group: threads that no engine can block, which exchange heartbeats between the ranks.
+"""Watch of a group: threads that the engine cannot block, which exchange heartbeats between the ranks.
 
 A rank whose partner is gone waits in a collective forever; the rank's watch ends its process.
 """
@@ -30,7 +30,7 @@ BEAT_S: Final = 0.25
 _BEAT_MS: Final = int(BEAT_S * 1e3)
 # Maximum duration of one turn of a watch thread, provided that the thread is scheduled.
 TURN_S: Final = 1.0
-# A tick may take this many times as long as the longest recent tick.
+# Maximum duration of a plan, as a multiple of the longest recent plan's duration.
 _MAX_SLOWDOWN: Final = 4.0
 # Timeout of the connection attempt that checks whether rank 0 still listens.
 _PROBE_TIMEOUT_S: Final = 0.25
@@ -40,19 +40,19 @@ Lost = Callable[[Failure, int], None]
 
 
 class RankProgress:
-    """Progress of this rank: the newest plan that it has begun, when that began, and the newest plan that it has done.
-    Written by the engine."""
+    """Progress of this rank, written by the engine: the newest plans that the rank has begun and done, and when it
+    began."""
 
     def __init__(self, first_s: float) -> None:
         self.begun = 0
         self.done = 0
         self.began_at = 0.0
         self._cpu_at = 0.0
-        # Longest duration of recent plans, which decays.
+        # Longest duration of a recent plan in seconds; it decays with each further plan.
         self.longest_s = first_s
 
     def begin(self, seq: int) -> None:
-        # The watch reads these fields in reverse order, so it never attributes earlier CPU time to a new plan.
+        # The watch reads these fields in reverse order, so that it never counts earlier CPU time for a new plan.
         self._cpu_at = time.process_time()
         self.begun, self.began_at = seq, time.monotonic()
 
@@ -61,14 +61,14 @@ class RankProgress:
         self.done = self.begun
 
     def end(self) -> None:
-        """Mark the plan as done on all ranks, as far as this rank must know."""
+        """Mark the plan as done on all ranks that this rank waits for."""
         seconds = time.monotonic() - self.began_at
         self.longest_s = max(seconds, 0.95 * self.longest_s)
         self.done, self.began_at = self.begun, 0.0
 
     @property
     def cpu_s(self) -> float:
-        """Seconds of CPU time of this process since the current plan began; 0 if no plan runs.
+        """Seconds of CPU time that this process has used since the current plan began; 0 if no plan runs.
 
         CPU time grows on ranks that wait in a collective, but not on ranks that a busy machine does not schedule.
         """
@@ -87,7 +87,7 @@ class _Watch:
         # Whether this rank leaves, so that the end of another rank is no failure any more.
         self._is_leaving = False
         self._is_guarded = False
-        # The newest plan at the last call of `_guard`.
+        # Newest plan at the last call of `_guard`.
         self._begun = 0
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -104,7 +104,7 @@ class _Watch:
     def _run(self) -> None:
         try:
             self._watch()
-        except Exception as error:  # the root of the thread
+        except Exception as error:  # without this watch, a lost rank would stay undetected, so the process ends
             log.exception("the watch of the group failed")
             self._lost(Failure(Code.INTERNAL, "the watch of the group failed", repr(error)), ExitStatus.INTERNAL)
 
@@ -120,14 +120,14 @@ class _Watch:
         """Note that the engine begins a plan."""
         self.progress.begin(seq)
         if not self._is_guarded:
-            # The watch thread would be too late if the plan never releases the GIL.
+            # The timer is armed here, because the watch thread cannot run if the plan never releases the GIL.
             self._arm()
 
     def _arm(self) -> None:
-        """End the process with status 1 and the stacks on stderr, unless the watch thread arms or cancels the timer in
-        time.
+        """Arm the timer. It ends the process with status 1 and writes the stacks to stderr, unless the watch thread
+        arms or cancels it in time.
 
-        Native code that waits for another rank may hold the GIL (NCCL's does).
+        Native code that waits for another rank may hold the GIL, as NCCL's does.
         """
         self._is_guarded = True
         faulthandler.dump_traceback_later(max(self.rank.beat_s, self.limit_s), exit=True)
@@ -141,7 +141,7 @@ class _Watch:
         elif self._is_guarded:
             self._is_guarded = False
             faulthandler.cancel_dump_traceback_later()
-            if self.progress.began_at:  # a plan began meanwhile, and assumed that the timer was armed
+            if self.progress.began_at:  # a plan began in the meantime and relies on the armed timer
                 self._arm()
 
     def _beat(self) -> RankHeartbeat:
@@ -164,13 +164,13 @@ class LeadWatch(_Watch):
         self._clock = RunClock(TURN_S)
         self._received_at: dict[int, float] = {}
         self._beats: dict[int, RankHeartbeat] = {}
-        # The current plan at the last check, and the time at which the check first saw it.
+        # Current plan at the newest check, and the time of the first check that saw this plan.
         self._plan = (0, 0.0)
         self._is_complete = threading.Event()
         self._socket = sockets.bind(rank.watch)
 
     def absent(self, timeout_s: float) -> list[int]:
-        """Return the followers that have not sent a heartbeat within this time."""
+        """Return the ranks of the followers that have not sent a heartbeat within this time."""
         if self._is_complete.wait(max(0.0, timeout_s)):
             return []
         return [rank for rank in range(1, len(self._names)) if rank not in self._received_at]
@@ -207,7 +207,7 @@ class LeadWatch(_Watch):
             return
         match message:
             case GroupStopped():
-                pass  # only rank 0 sends this
+                pass  # only rank 0 sends this message
             case RankHeartbeat():
                 self._received_at[rank], self._beats[rank] = self._clock.now, message
                 if len(self._received_at) == len(self._names) - 1:
@@ -226,7 +226,7 @@ class LeadWatch(_Watch):
                 socket.send_multipart((group.identity(rank), frame), zmq.NOBLOCK)
             except zmq.ZMQError:
                 while socket.poll(0):
-                    self._receive(socket)  # the rank may have sent the reason why it ends
+                    self._receive(socket)  # the rank may have sent the reason of its end
                 self.lose(f"rank {rank} ({self._name(rank)}) is gone")
 
     def _check(self, now: float) -> None:
@@ -236,15 +236,15 @@ class LeadWatch(_Watch):
         self._check_plan(now)
 
     def _check_plan(self, now: float) -> None:
-        """Check the current plan. All ranks are alive; those that have not done it may be slow on a busy machine, or
-        deadlocked."""
+        """End the process if the current plan takes too long: ranks that are alive and have not done it may be
+        deadlocked. They may also only be slow on a busy machine."""
         progress = self.progress
         if not progress.began_at or self._plan[0] != progress.begun:
             self._plan = (progress.begun, now)
             return
         age_s = now - self._plan[1]
         behind = {beat.rank: beat for beat in (self._beat(), *self._beats.values()) if beat.done < progress.begun}
-        # The CPU time in a heartbeat of the previous plan is that of the previous plan.
+        # A heartbeat that was sent during the previous plan has the CPU time of that plan.
         used_s = min((beat.cpu_s if beat.begun == progress.begun else 0.0 for beat in behind.values()), default=0.0)
         if min(age_s, used_s) > self.limit_s or age_s > max(self.rank.stuck_s, self.limit_s):
             others = (f"rank {rank} ({self._name(rank)})" for rank in sorted(behind) if rank != self.rank.rank)
@@ -261,7 +261,7 @@ class FollowerWatch(_Watch):
     def __init__(self, rank: RankSpec, sockets: RankSockets, progress: RankProgress, lost: Lost) -> None:
         super().__init__(rank, sockets, progress, lost)
         self._last_messages: SimpleQueue[RankFailed] = SimpleQueue()
-        # Whether rank 0 has stopped the group: from then on, the end of rank 0 is no failure.
+        # Whether rank 0 has stopped the group. After that, the end of rank 0 is no failure.
         self._is_left = False
         # Whether the connection was lost and has not been restored.
         self._is_cut = False
@@ -288,10 +288,11 @@ class FollowerWatch(_Watch):
             while monitor.poll(0):
                 is_up = recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
                 was_connected |= is_up
-                # Until rank 0 has been reached once, an earlier process may hold its port.
+                # A failed handshake does not count before the first connection, because an earlier process may still
+                # hold the port.
                 self._is_cut = was_connected and not is_up
             if self._is_cut and _refuses(self.rank.watch):
-                self._receive(socket)  # rank 0 may have sent a stop
+                self._receive(socket)  # rank 0 may have sent `GroupStopped`
                 if not self._is_left:
                     self.lose("rank 0 has ended")
             silence_s = clock.look() - received_at

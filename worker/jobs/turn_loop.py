@@ -21,8 +21,7 @@ J = TypeVar("J", bound=QueuedJob)
 
 
 class TurnLoop(RequestLoop[J]):
-    """Owner of the jobs. Commands come from `inbox`, messages leave through `send`. One thread, which is MLX's, calls
-    `run`."""
+    """Owner of the jobs. Commands come from `inbox`, messages leave through `send`. Only MLX's thread calls `run`."""
 
     def __init__(
         self,
@@ -67,8 +66,8 @@ class TurnLoop(RequestLoop[J]):
     # -- commands ----------------------------------------------------------------------------------------------------
 
     def _in_turn(self) -> list[J]:
-        """Return all jobs, the next one first: by priority, then by the last turn of the job's tenant. The first job's
-        tenant has its turn now."""
+        """Return all jobs, sorted by priority, then by the newest turn of the job's tenant. The first job is the next
+        one, and its tenant's turn is recorded."""
         jobs = sorted(
             self._requests.values(), key=lambda job: (job.priority, self._turns.get(job.tenant, 0), job.arrival)
         )
@@ -88,7 +87,7 @@ class TurnLoop(RequestLoop[J]):
         self._handle_waiting(commands)
 
     def _handle_waiting(self, commands: "Sequence[J | Abort | Drain | Shutdown | SetMemory | SetPace]" = ()) -> None:
-        """Handle these commands and everything in the inbox."""
+        """Handle `commands`, then everything in the inbox."""
         waiting = [*commands]
         with suppress(Empty):
             while True:

@@ -88,7 +88,7 @@ def compact(caches: Sequence[Any]) -> None:
 
 
 def extract(caches: Sequence[Any], row: int) -> list[Any]:
-    """Return the present caches of one row of a batch, or those of a row that runs alone.
+    """Return copies of the caches of one row of a batch, or the caches of a row that runs alone.
 
     KV is returned as views, so that a caller that stores a part copies only that part.
     """
@@ -102,13 +102,13 @@ def extract(caches: Sequence[Any], row: int) -> list[Any]:
 
 
 def place(caches: Sequence[Any], skipped: Sequence[int]) -> None:
-    """Put the next token of row i `skipped[i]` positions ahead of its slot, before a pass. Plain caches only."""
+    """Set the position of row i's next token to `skipped[i]` after its slot, before a pass. Plain caches only."""
     for leaf in leaves(caches):
         leaf.place(tuple(skipped))
 
 
 def begin_block(caches: Sequence[Any], lengths: Sequence[int], width: int) -> None:
-    """Prepare a forward pass of `width` tokens per row, of which `lengths[i]` are row i's and the rest padding."""
+    """Prepare a forward pass of `width` tokens per row: `lengths[i]` tokens of row i, then padding."""
     if width == 1:
         return
     padding = [width - length for length in lengths]
@@ -184,7 +184,7 @@ def _cut(leaf: Any) -> Any:
     """Cut the unused slots off a cache of one sequence."""
     if leaf.keys is None:
         return leaf
-    # The KV of a chunked cache begins at the start of its current chunk.
+    # A chunked cache only has the KV of its current chunk.
     held = leaf.offset - getattr(leaf, "start_position", 0)
     leaf.keys, leaf.values = leaf.keys[..., :held, :], leaf.values[..., :held, :]
     return leaf

@@ -110,7 +110,7 @@ def _pack(span: Span) -> Span:
     flat = [array for arrays in span for array in arrays]
     for array in flat:
         groups.setdefault((array.shape, array.dtype), []).append(array)
-    # `concatenate` returns a group of one array as it is; `contiguous` copies it.
+    # `concatenate` returns a group of one array unchanged, so `contiguous` is needed for a copy.
     packed = {kind: iter(mx.split(mx.contiguous(mx.concatenate(same)), len(same))) for kind, same in groups.items()}
     copies = iter([next(packed[array.shape, array.dtype]) for array in flat])
     return [tuple(islice(copies, len(arrays))) for arrays in span]

@@ -19,10 +19,11 @@ _Codes = tuple[mx.array, mx.array, mx.array]
 
 @dataclass(frozen=True, slots=True)
 class KvForm:
-    """Form of quantized KV.
+    """Form of quantized KV: bits per code, group size, and how attention uses the codes.
 
-    With `reads_codes`, attention of one token per row multiplies with the codes. Otherwise, and for several tokens per
-    row, whose scores mlx-lm would materialize for all slots, KV is dequantized for MLX's fused attention.
+    With `reads_codes`, attention of one token per row multiplies with the codes. Otherwise KV is dequantized for MLX's
+    fused attention. It is also dequantized for several tokens per row, because mlx-lm would materialize their scores
+    for all slots.
     """
 
     bits: int
@@ -75,7 +76,7 @@ class QuantizedKV(RaggedKVCache):
         if self._gives_codes:
             seen = tuple(array[..., : self._seen, :] for array in self.arrays)
             return seen[:3], seen[3:]
-        # All slots are dequantized, because the codes of some of them would first be copied.
+        # All slots are dequantized, because dequantizing some of them would copy their codes first.
         keys, values = self.form.dequantize(self.arrays[:3]), self.form.dequantize(self.arrays[3:])
         return keys[..., : self._seen, :], values[..., : self._seen, :]
 

@@ -15,15 +15,14 @@ from worker.errors import LoadFailed, foreign_code
 
 
 class Agreement:
-    """Collective at the end of each step of a model that is divided among the ranks of `group`."""
+    """Collective at the end of each step, by which all ranks of `group` use the ids that rank 0 sampled."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
         self._is_lead = group.rank() == 0
 
     def __call__(self, ids: mx.array) -> mx.array:
-        # The zeros of the other ranks depend on their forward passes, so that each rank's earlier collectives come
-        # first.
+        # The zeros of the other ranks depend on their forward passes, so that a rank's earlier collectives come first.
         own = ids if self._is_lead else ids * 0
         agreed: mx.array = mx.distributed.all_sum(own.astype(mx.uint32), group=self._group)
         return agreed

@@ -11,7 +11,7 @@ _LAYERS = "layers."
 
 @dataclass(frozen=True, slots=True)
 class LinearPlace:
-    """Linear layer: its path, input and output sizes, and the module that contains it."""
+    """Linear layer of a model: its path, its input and output sizes, and the module that contains it."""
 
     path: str
     inputs: int

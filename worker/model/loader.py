@@ -48,7 +48,7 @@ _EMBEDDED: Final = DEMOS | {"demo-adapter": DEMO_DIR.with_name("demo_adapter")}
 _DTYPES: Final = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 # Context of a model if neither its files nor its class specify one.
 _DEFAULT_CONTEXT: Final = 8192
-# The tokenizer's limit is a number such as 1e30 if it has none.
+# A tokenizer without a limit has a number such as 1e30, so a limit above this one counts as none.
 _UNLIMITED_TOKENS: Final = 1_000_000_000
 _LFS_POINTER: Final = b"version https://git-lfs"
 # MAX_HEADER_SIZE of huggingface/safetensors, safetensors/src/tensor.rs: its own readers refuse longer headers too.
@@ -68,11 +68,13 @@ class LoadedModel:
     eos_ids: tuple[int, ...]
     weights_bytes: int
     plan: BatchModePlan = field(default_factory=BatchModePlan)
-    # The media towers, or the reason why a model with towers has none.
+    # Media towers; None for a model without.
     vision: Vision | None = None
+    # Reason why a model with towers is loaded without them.
     no_vision: str = ""
-    # The model or head that drafts for this model, or the reason why the checkpoint's head does not.
+    # Model or head that drafts for this model.
     proposer: Proposer | None = None
+    # Reason why the head in the checkpoint is not used.
     no_head: str = ""
     # Linear layers that adapters can change.
     linears: Linears | None = None
@@ -308,7 +310,7 @@ def cast(model: Any, dtype: str) -> None:
         raise LoadFailed(Code.BAD_CONFIG, f"unknown dtype '{dtype}'; one of auto, {', '.join(_DTYPES)}")
     target = _DTYPES[dtype]
 
-    # A model names parameters that need full precision, such as a router's bias or the logarithm of a decay.
+    # mlx-lm's classes name parameters that need full precision, such as a router's bias or the logarithm of a decay.
     may_cast: Callable[[str], bool] = getattr(model, "cast_predicate", lambda _path: True)
 
     def retyped(path: str, array: mx.array) -> mx.array:

@@ -19,24 +19,25 @@ from protocol.to_worker import SetMemory
 
 log = logging.getLogger("mlxd.worker")
 
-# The cache of free buffers in MLX may otherwise grow to the whole machine. If the cache is too small, it releases
-# buffers that the next step allocates again, which costs more than the step itself.
+# Minimum of the default limit of MLX's free buffers. Without a limit, they may grow to the whole machine. With too low
+# a limit, MLX releases buffers that the next step allocates again, which costs more than the step itself.
 _MIN_USUAL_BUFFERS_BYTES: Final = 1 << 30
 _USUAL_BUFFERS_DIVISOR: Final = 32
 _LOAD_BUFFERS_BYTES: Final = 64 << 20
-# Of the share that weights and Python leave, an eighth is for free buffers and three quarters of the remainder for KV.
+# Divisor of the memory that weights and Python leave of a share; the quotient is for free buffers.
 _BUFFERS_DIVISOR: Final = 8
 _MIN_BUFFERS_BYTES: Final = 16 << 20
+# Fraction of the remaining memory that is for KV.
 _KV_FRACTION: Final = 0.75
-# Features of media get an eighth of the memory for prefixes, and at least this many bytes if half of that memory
-# suffices.
+# Divisor of the memory for prefixes; the quotient is for features of media.
 _FEATURES_DIVISOR: Final = 8
+# Features get at least this many bytes, but at most half of the memory for prefixes.
 _MIN_FEATURES_BYTES: Final = 64 << 20
 # The memory of Python itself grows a little as requests arrive.
 _HOST_GROWTH_BYTES: Final = 16 << 20
-# A failed allocation halves the memory of KV and prefixes, down to an eighth. It doubles again after each interval
-# without another failure.
+# Failed allocations each halve the memory of KV and prefixes, down to this fraction.
 _MIN_SHRUNK_FRACTION: Final = 0.125
+# The memory of KV and prefixes doubles again after each interval of this length without a failed allocation.
 _REGROW_INTERVAL_S: Final = 300.0
 _RUSAGE_INFO_V2: Final = 2
 
@@ -61,8 +62,8 @@ class ShareLimits:
     """Limits in bytes: KV of running rows, cached prefixes, free buffers, and all allocations of MLX.
 
     If `total` is 0, MLX's own limit stays, which is the machine's. Otherwise `total` is at least the sum of weights,
-    KV, prefixes and the temporary arrays of a step, which use the room of free buffers: above `total`, MLX runs one
-    operation at a time.
+    KV, prefixes and the temporary arrays of a step. These arrays use the memory for free buffers. Above `total`, MLX
+    runs one operation at a time.
     """
 
     kv: int
@@ -151,8 +152,9 @@ class MemoryShare:
         self._device = device or MlxDevice()
         self._is_remote = spec.rank is not None and spec.rank.is_remote
         self.order = SetMemory(spec.memory_bytes)
-        # The wanted wired limit, and the limit that is set in Metal; 0 leaves the limit to MLX.
+        # Wired limit that the current share asks for; 0 leaves the limit to MLX.
         self._wanted = 0
+        # Wired limit that is set in Metal.
         self._wired = 0
         # Fraction of the memory for KV and prefixes that is in use; failed allocations lower it.
         self._part = 1.0
@@ -170,7 +172,8 @@ class MemoryShare:
     def change(self, order: SetMemory) -> ShareLimits:
         """Change the share, or the parts of it in use. Returns the limits to reach before `enforce`."""
         if self._is_remote:
-            # The share in the order is another machine's; only the order's parts apply here.
+            # The share in the order is that of another machine's ranks; only the order's `kv_part` and `cache_part`
+            # apply here.
             parts = (min(1.0, max(0.0, part)) for part in (order.kv_part, order.cache_part))
             order = SetMemory(self._spec.memory_bytes, *parts)
         self.order = order
@@ -201,7 +204,7 @@ class MemoryShare:
 
     def _divide(self) -> ShareLimits:
         spec, order = self._spec, self.order
-        # Each rank of a group gets its part of the operator's limits, and of the memory of its host.
+        # Each rank of a group gets an equal part of the operator's limits, and of its host's share.
         ranks, beside = spec.group.size if spec.group else 1, spec.rank.beside if spec.rank else 1
         own_kv, own_prefixes = spec.kv_bytes // ranks, spec.cache_bytes // ranks
         if order.share_bytes:
@@ -217,8 +220,8 @@ class MemoryShare:
                 is_bounded=self._is_remote,
             )
         machine = psutil.virtual_memory()
-        # By default, KV gets half of the memory that is free once the weights are loaded, and prefixes an eighth of all
-        # memory.
+        # The default for KV is half of the memory that is free once the weights are loaded; for prefixes it is an
+        # eighth of all memory.
         kv = own_kv if own_kv >= 0 else machine.available // (2 * beside)
         prefixes = own_prefixes if own_prefixes >= 0 else machine.total // (8 * beside)
         return ShareLimits(kv, prefixes, self._most_buffers or usual_buffers())
@@ -246,7 +249,7 @@ class MemoryShare:
         if not wanted:
             return
         if wanted < self._wired and device.active() > wanted:
-            device.synchronize()  # freed memory is available once the step that last used it has ended
+            device.synchronize()  # freed memory is only available after the step that last used it
             if device.active() > wanted:
                 wanted = self._wired
         if is_new or wanted != self._wired:
@@ -278,7 +281,7 @@ def measure() -> Memory:
 
 
 def allowed(spec: WorkerSpec) -> int:
-    """Return the bytes that this process may use: those of the specification, or the whole machine's."""
+    """the C library is another one than glibc"""
     return spec.memory_bytes or psutil.virtual_memory().total
 
 

@@ -17,7 +17,7 @@ from tokenizers.decoders import DecodeStream
 # many.
 _MAX_HELD_TOKENS = 16
 _MAX_UTF8_BYTES = 4
-# Metaspace strips every leading space of the first piece, so this many means all.
+# Number of leading spaces that means all: Metaspace strips every leading space of the first piece.
 _STRIP_ALL_SPACES = 1024
 _BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
@@ -71,7 +71,7 @@ class Vocabulary:
         """Return the bytes of an incomplete character at the end of `context`."""
         table, end = self._table or [], b""
         for token in reversed(context[-_MAX_UTF8_BYTES:]):
-            # the id is a control token or not of the tokenizer, so it has no text
+            # A control token has no text, and neither has an id beyond the tokenizer's vocabulary.
             if token >= len(table) or not table[token]:
                 break
             end = table[token] + end

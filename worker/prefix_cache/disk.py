@@ -204,12 +204,12 @@ class CacheDisk:
         try:
             self._folder.claim()
             self._retire()
-        except Exception as error:  # the root of the thread
+        except Exception as error:  # writing must begin after any error
             self._complain(error)
         while (write := self._to_write.get()) is not None:
             try:
                 self._write_one(write)
-            except Exception as error:  # the root of the thread
+            except Exception as error:  # one failed write must not end the thread
                 self.drop(write.entry)
                 self._complain(error)
             with self._mutex:
@@ -291,7 +291,7 @@ class CacheDisk:
             self._touch(read.entry)
         except FileNotFoundError:
             self._lose(read.entry)
-        except Exception as error:  # the root of the thread
+        except Exception as error:  # one failed read must not end the thread
             self._lose(read.entry)
             self._quarantine(path, error)
         finally:

@@ -216,7 +216,7 @@ class Broker:
             self._changed.clear()
             try:
                 wake_at = self._settle()
-            except Exception:  # The root of the task, which must go on.
+            except Exception:  # The loop must go on after any error.
                 log.exception("internal error while memory was granted")
                 wake_at = time.monotonic() + FAULT_PAUSE_S
 

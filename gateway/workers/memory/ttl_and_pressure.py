@@ -39,7 +39,7 @@ class MemoryWatch:
             await asyncio.sleep(self._limits.measure_interval_s)
             try:
                 await self._check()
-            except Exception:  # The root of the task, which must go on.
+            except Exception:  # The loop must go on after any error.
                 log.exception("internal error while memory was measured")
 
     async def _check(self) -> None:

@@ -146,7 +146,7 @@ class DesktopWatch:
         while True:
             try:
                 await self.update()
-            except Exception:  # The root of the task, which must go on.
+            except Exception:  # The loop must go on after any error.
                 log.exception("the pace of workers could not be chosen")
             await asyncio.sleep(self._poll_s)
 

@@ -153,7 +153,7 @@ class Incarnation:
             share_bytes = await self._effects.admit(spec)
         except ModelUnavailable as error:
             self._post(inbox.MemoryDenied(spec.epoch, error.failure))
-        except Exception:  # The root of a task: an exception would end the daemon's task group.
+        except Exception:  # An exception that leaves this task would end the daemon's task group.
             log.exception("worker %s: internal error in its wait for memory", spec.name)
             why = f"model '{spec.name}' is not available: internal error"
             self._post(inbox.MemoryDenied(spec.epoch, Failure(Code.INTERNAL, why)))

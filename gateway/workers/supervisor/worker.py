@@ -76,7 +76,7 @@ class Worker(WorkerHandle):
                     message = await self._inbox.get()
                     try:
                         self._handle(message)
-                    except Exception:  # The root of a worker's task, which must outlive a failed transition.
+                    except Exception:  # The state machine must go on after a failed transition.
                         log.exception("worker %s: internal error in state %s", self.name, self.state)
                         why = f"model '{self.name}' is not available: internal error"
                         self._fail_waiting(Failure(Code.INTERNAL, why))

@@ -54,7 +54,7 @@ class DiskExperts(nn.Module):
     def _in_turns(self, x: mx.array, chosen: NDArray[Any], needed: list[int]) -> mx.array:
         """Compute more experts than there are slots in several turns, each for the tokens that chose its experts."""
         flat, pairs, count = x.reshape(-1, x.shape[-1]), chosen.reshape(-1), chosen.shape[-1]
-        # Experts in memory come first, so that none is evicted by an earlier turn.
+        # Experts in memory are computed first, so that no earlier turn evicts them.
         needed = sorted(needed, key=lambda expert: self._slot_of[expert] < 0)
         order: list[NDArray[Any]] = []
         outputs: list[mx.array] = []
@@ -148,7 +148,7 @@ def _check(folder: Path, switch: Any, layer: ExpertLayer) -> None:
 
 
 def _give_slots(switch: Any, layer: ExpertLayer, slots: int) -> None:
-    """Replace the projections by projections whose weights have one row per slot."""
+    """Replace the layer's projections by modules whose weights have one row per slot."""
     for name in dict.fromkeys(tensor.projection for tensor in layer.tensors):
         form = layer.quantization.get(name)
         projection = SwitchLinear(1, 1, 1, bias=False)

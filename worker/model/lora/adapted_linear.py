@@ -22,7 +22,7 @@ class AdaptedLinear(nn.Module):
         self.linear = linear
         self._place = place
         self._slots = slots
-        # StackedWeights is no module, so its arrays are not parameters of the model.
+        # StackedWeights is not a module, so its arrays are not parameters of the model.
         self.bank = bank
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -33,7 +33,7 @@ class AdaptedLinear(nn.Module):
     def _updated(self, x: mx.array, y: mx.array, choices: Sequence[SlotChoice | None]) -> mx.array:
         turn = self._slots.turn.at
         if len(choices) == 1 or self._place.is_head or turn is not None:
-            # The head only gets tokens of the first part of the pass.
+            # The head only gets tokens of the first part of the pass, so the first choice applies.
             return self._add(x, y, choices[0 if self._place.is_head else turn or 0])
         shapes = self._slots.shapes
         flat_x, flat_y = x.reshape(1, -1, x.shape[-1]), y.reshape(1, -1, y.shape[-1])

@@ -132,7 +132,8 @@ class Adapters:
         self._failures[name] = AdapterInfo(name, path, failure=failure)
 
     def install(self, name: str, path: str, files: Files | Failure) -> None:
-        """Load an adapter that was read, under a free name. If it cannot be served, record its failure."""
+        """Load an adapter from files that were read, and register its name. If it cannot be served, record its
+        failure."""
         result = files if isinstance(files, Failure) else self._tried(name, path, files)
         if isinstance(result, Failure):
             self.fail(name, path, result)
@@ -188,7 +189,7 @@ class Adapters:
         return Adapter(slot, AdapterInfo(name, path, files.rank, files.is_dora, nbytes, files.digest, files.base))
 
     def _bank(self, files: Files, at: int, slot: int) -> StackedWeights:
-        """Return the weights of an updated layer for all slots, including the new slot."""
+        """Return the stacked weights of an updated layer, to which the new slot is added."""
         update = files.updates[at]
         _, adapted = self._layers.get(update.place.path, (None, None))
         linear = adapted.linear if adapted is not None else update.place.holder[update.place.key]

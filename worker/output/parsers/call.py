@@ -79,12 +79,12 @@ def attempt(ctx: ParserContext, form: CallFormat, hit: str, text: Emit) -> Steps
             yield from _break_off(ctx, form, isinstance(error, Unclosed))
         else:
             raw = r.untrace()
-            # A lone marker or bracket is ordinary text; anything longer was probably an attempt at a call.
+            # A marker or bracket alone is ordinary text. With more text after it, it was probably an attempt at a call.
             out.malformed += len(raw.rstrip()) > len(hit) + 1 if len(hit) > 1 else '"name"' in raw
             text(raw)
     tail, r.trace = "".join(r.trace or ()), None
     if out.calls > before and (blank := tail[len(tail.rstrip()) :]):
-        # Whitespace after the last marker, where another call might have begun, may be a part of the text.
+        # Whitespace after the last call belongs to the text, if no further call follows.
         out.text(blank)
     return out.calls > before
 

@@ -70,7 +70,7 @@ class ChannelMessages:
             if hit and hit != "<|message|>":
                 parts = [hit]
                 if not (yield from r.until(_MESSAGE, parts.append, NAME_LIMIT)):
-                    # This is not a header. Its tokens are still dropped as markup, unless they are words.
+                    # No header follows. The marker's tokens are dropped as markup, unless the marker consists of words.
                     out.text(hit if hit.strip().startswith("to=") else "")
                     out.text("".join(parts[1:]) if not r.ended or hit.strip().startswith("to=") else "")
                     parts = [""]
@@ -93,7 +93,7 @@ class ChannelMessages:
             if not (yield from attempt(self._ctx, _Call(recipient), "", out.text)):
                 out.malformed += 1
             return (yield from r.until(self._stop, out.text))
-        # Messages to the user may quote calls, so only other messages are searched for them.
+        # Messages to the user may quote calls, so only messages to other recipients are searched for calls.
         stop = self._stop if recipient in _NON_TOOL_RECIPIENTS else self._text
         while True:
             hit = yield from r.until(stop, out.text)

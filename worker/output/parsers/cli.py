@@ -96,7 +96,7 @@ def _start(family: str, text: str, tools: list[dict[str, Any]], options: argpars
             print(f"parse: {options.template}: {error}", file=sys.stderr)
         else:
             opens = [start_in_reasoning(family, prompt) for prompt in prompts]
-            # A template that supports both does not show which one this output used.
+            # If the template can render both, the templates do not show which one this output used.
             return opens[0] if opens[0] == opens[1] else is_closed
     if is_closed and think and not think.is_explicit:
         return True

@@ -47,12 +47,12 @@ class ParsedOutput:
         self.calls = 0
         self._has_content = False
         self._after_block = False
-        self.is_blank = True  # there was only whitespace since the last block
+        self.is_blank = True  # whether there was only whitespace since the last block
         self.is_line_start = True
         self.in_reasoning = False
         self.is_reasoning_open = False
         self.malformed = 0
-        self.is_broken = False  # the arguments of a call are not valid JSON
+        self.is_broken = False  # whether the arguments of a call are invalid JSON
 
     @property
     def in_call(self) -> bool:

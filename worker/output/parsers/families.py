@@ -18,7 +18,8 @@ from worker.output.parsers.xml_calls import XmlCalls
 
 @dataclass(frozen=True, slots=True)
 class ParserFamily:
-    """Parser settings of one family. `opens`: its templates open the reasoning, so outputs begin inside it by default.
+    """Parser settings of one family. `opens` means that its templates open the reasoning, so outputs begin inside it by
+    default.
 
     `undeclared` is the grammar for requests without tools, if it differs. For the other fields see `ParsedOutput`.
     """
@@ -130,7 +131,7 @@ _GRANITE_THINK = Think(
     ("Here is my thought process:", "Here's my thought process:", "<think>"),
     ("Here is my response:", "Here's my response:", "</think>"),
 )
-# A broken call ends where its list ends.
+# The end of the list also ends a broken call.
 _PYTHON_MESSAGE = PythonCalls(ends=(")]",), bare=True)
 _XLAM = JsonCalls(("[TOOL_CALLS]", "<tool_call>", "```json", "[", "{"), ("</tool_call>", "```"), bare=True)
 

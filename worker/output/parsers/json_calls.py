@@ -81,7 +81,7 @@ class JsonCalls:
                 depth -= 1
                 continue
             if call.is_announced and char not in ("'", '"'):
-                break  # only closing braces may follow
+                break  # the object must end here; only closing braces may follow
             key = yield from _key(ctx, char)
             if self.keyed and not call.is_announced:
                 yield from json_arguments(ctx, begin(ctx, key))
@@ -107,7 +107,7 @@ class JsonCalls:
                 ctx.r.take(1)
                 yield from members(ctx, ctx.tools.parameters(call.name), ctx.out.args)
                 return
-            # Arguments that come before the name, or in a string, cannot be streamed.
+            # Arguments cannot be streamed if they come before the name or inside a string.
             params = ctx.tools.parameters(call.name)
             call.arguments = yield from collected(lambda emit: json_arguments(ctx, params, emit))
             return

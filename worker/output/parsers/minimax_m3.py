@@ -63,7 +63,7 @@ def _read(r: MarkupReader, tag: str) -> Steps[_Node]:
     """Read the contents and the end of the tag `tag`, which was just opened."""
     pieces: list[str] = []
     top = _Node(tag)
-    # Each open tag is stored with the number of text pieces before its contents.
+    # Each open tag is stored with the number of text pieces that precede its contents.
     open_ = [(top, 0)]
     while open_:
         if not (yield from r.until(markers(f"{_NS}<"), pieces.append)):

@@ -71,8 +71,8 @@ def _follows_call(r: MarkupReader, at: int, char: str) -> Steps[bool]:
     after, char = yield from _skip(r, at + 1)
     if char == "<" and (yield from _is_marker(r, after)):
         return True
-    # Text may follow the list on its own line, or on the same line unless it begins with an operator, which would
-    # continue a command.
+    # Text may follow the list on its own line, or on the same line. On the same line it must not begin with an
+    # operator, which would continue a command inside the string.
     return not char or char not in _OPERATORS or "\n" in r.buf[r.at + at + 1 : r.at + after]
 
 

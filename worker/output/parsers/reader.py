@@ -79,8 +79,9 @@ class MarkupReader:
 
     def __init__(self, controls: Controls = NO_CONTROLS) -> None:
         self.controls = controls
-        # Offset of `buf` in the whole text, and the offsets of control tokens in it.
+        # Offset of `buf` in the whole text.
         self._base = 0
+        # Offsets of control tokens in the whole text.
         self._written: set[int] = set()
         self.buf = ""
         self.at = 0

@@ -225,10 +225,11 @@ def coerced(text: str, types: Types) -> str:
     if literal is not None:
         kind = json_type(literal)
         if kind == "string":
-            # Quotes around a string belong to it, unless the type is not a string.
+            # The model's quotes are part of a string, unless the parameter cannot be a string.
             return quoted(text) if not types or "string" in types else coerced_string(literal, types)
         if not types:
-            # This is a guess: texts such as `+41` and `1_000` are probably not meant as numbers.
+            # The schema gives no type, so this is a guess: texts such as `+41` and `1_000` are probably not meant as
+            # numbers.
             is_plain = kind in ("array", "object") or bare in (literal, "True", "False", "None")
             return literal if is_plain else quoted(text)
         if kind in types or (kind == "integer" and "number" in types):

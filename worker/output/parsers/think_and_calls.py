@@ -6,9 +6,10 @@ from typing import Final, Literal
 from worker.output.parsers.call import CallFormat, ParserContext, attempt
 from worker.output.parsers.reader import Steps, markers
 
-# Markers of the end of a turn, in case the tokenizer does not remove them: they are markup only at the very end.
-# Markers in plain text could be a user's own markup, so they only count directly after a block.
+# Markers of the end of a turn that are plain text in some vocabularies. They could be a user's own markup, so they
+# count only directly after a block.
 _PLAIN_END: Final = ("</s>", "<eos>", "<sep>", "</assistant>", "<end_of_sentence>")
+# Markers of the end of a turn, in case the tokenizer does not remove them. They are markup only at the very end.
 _END_OF_TURN: Final = (
     *_PLAIN_END, "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "<turn|>",
     "<end_of_turn>", "<|eot|>", "<|end_of_msg|>", "<|role_end|>", "<｜end▁of▁sentence｜>", "[e~[", "<seed:eos>",

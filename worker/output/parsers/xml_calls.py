@@ -88,7 +88,8 @@ class XmlCalls:
             yield from r.literal(markers(closing))
         name = checked(_attribute(head, "name", "tool") or head.strip().removeprefix("="))
         known = markers(self.param, self.call_end, *self.wrap_end, *((self.json_block,) if self.json_block else ()))
-        # A call is announced only once its parameters or its end follow; within a wrapper, stray text may come first.
+        # A call is announced only once its parameters or its end marker follow. Within a wrapper, other text may come
+        # first.
         if is_alone or not self.call:
             hit = yield from r.expect(known)
         else:
@@ -102,7 +103,7 @@ class XmlCalls:
                 yield from r.capture(markers(self.key_end), NAME_LIMIT)
                 yield from json_arguments(ctx, params)
                 arguments.is_raw = True
-            # Stray text between parameters is ignored, unless nothing follows it.
+            # Text between parameters is ignored, unless the output ends with it.
             stray = list[str]()
             hit = yield from r.until(known, stray.append)
             if not hit:
@@ -121,7 +122,7 @@ class XmlCalls:
             types = {"true": STRING, "false": ANY}.get(kind) or _TYPES.get(kind, ANY)
         ends = [self.param_end]
         if self.strip_line:
-            # The text after a value shows that its end tag is missing.
+            # These texts after a value show that the value's end tag is missing.
             ends += ["\n" + self.param, *("\n" + end for end in self.ends)]
             if (yield from r.literal(markers("\n"))) or not self.inline:
                 ends.append("\n" + self.param_end)
