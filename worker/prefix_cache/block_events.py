@@ -71,14 +71,16 @@ class BlockEventLog:
         self._publish = publish
         self._events: list[Event] = [AllBlocksCleared()]
         self._held: set[int] = set()
-        # Block hashes of nodes with KV. A node that was split later also has hashes of blocks that end above it.
+        # Block hashes of nodes with KV. After a split, the lower node also has the hashes of blocks that end in the
+        # upper node.
         self._blocks: dict[RadixNode, _Blocks] = {}
 
     def stored(self, salt: str, node: RadixNode) -> None:
         """Add an event for the blocks that end in a node whose KV was stored."""
         above, tokens, begin = self._unhashed(node)
         hashes = hash_blocks(salt.encode() if above is None else above.to_bytes(8), tokens)
-        # Blocks between the last hashed block and this node end in nodes without hashes.
+        # The blocks between the last hashed block and this node end in nodes without hashes, so they are not counted
+        # for this node.
         skipped = (node.begin - begin) // BLOCK
         own = hashes[skipped:]
         self._blocks[node] = _Blocks(node.begin // BLOCK, own)

@@ -14,7 +14,7 @@ class PrefixCursor:
     __slots__ = ("_at", "_node")
 
     def __init__(self, node: RadixNode, at: int) -> None:
-        """`at` is the row's number of tokens, the last of which is in `node`."""
+        """`at` is the number of the row's tokens. The last of them is in `node`."""
         self._node = node
         self._at = at
 

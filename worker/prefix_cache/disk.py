@@ -112,15 +112,15 @@ class CacheDisk:
         ]
 
     def start(self) -> list[DiskEntry]:
-        """Start the threads. Returns the entries of an earlier run, each parent before its children."""
+        """Start the threads. Return the entries of an earlier run, parents before their children."""
         entries = self._scan()
         for thread in self._threads:
             thread.start()
         return entries
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """Write queued files for at most `timeout_s`, and end the threads: none should be in native code when Python
-        exits."""
+        """Write queued files for at most `timeout_s`, then end the threads, because none should be in native code when
+        Python exits."""
         self._to_write.put(None)
         self._to_read.put(None)
         end = time.monotonic() + timeout_s
@@ -174,7 +174,7 @@ class CacheDisk:
             except Corrupt as error:
                 self._quarantine(path, error)
             except FileNotFoundError:
-                continue  # deleted by another worker
+                continue  # another worker has deleted the file
             except OSError as error:
                 log.warning("disk cache: %s cannot be read: %s", path.name, error)
         children: dict[str, list[str]] = {}
@@ -330,7 +330,8 @@ class CacheDisk:
             self.counts.disk_dropped += 1
 
     def _quarantine(self, path: Path, error: Exception) -> None:
-        if not os.path.lexists(path):  # deleted during the read; unlike `Path.exists`, this never raises
+        # the file was deleted during the read; unlike `Path.exists`, this call never raises
+        if not os.path.lexists(path):
             return
         with self._mutex:
             self.counts.disk_quarantined += 1

@@ -27,7 +27,8 @@ from worker.prefix_cache.file_format import SUFFIX, EncodedFile
 
 LABEL: Final = ".model"
 QUARANTINE: Final = "quarantine"
-# When files are deleted, this fraction of the limit is kept, so that listing all files makes room for many writes.
+# When files are deleted, this fraction of the limit is kept. The deletion, which lists all files, then makes room for
+# many writes.
 KEEP_RATIO: Final = 0.9
 _MARK: Final = ".for."
 _PART_DIGITS: Final = 8
@@ -58,7 +59,7 @@ class FolderOwner(msgspec.Struct, frozen=True):
 
     name: str
     root: str
-    # Path of the model, which is only shown to people.
+    # Path of the model. It is only shown to people.
     path: str
     form: CacheFormat
 
@@ -151,7 +152,7 @@ class ModelFolder:
         own = [mark for mark in marks if mark.startswith(claim.owner)]
         if not own or any(_is_leased(folder / mark) for mark in own):
             return None
-        if len(own) < len(marks):  # another model still has this form
+        if len(own) < len(marks):  # another model still has this form of KV
             for mark in own:
                 (folder / mark).unlink(missing_ok=True)
             return None
@@ -171,7 +172,8 @@ class ModelFolder:
         label.touch(mode=0o600)
         label.write_text(f"{self._claim.path}\n", encoding="utf-8")
         self._lease = os.open(self._here / self._claim.mark, os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._lease, fcntl.LOCK_SH | fcntl.LOCK_NB)  # no process locks a mark without the ledger
+        # this cannot block, because a mark is only locked by a process that holds the ledger's lock
+        fcntl.flock(self._lease, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     # -- the limit ---------------------------------------------------------------------------------------------------
 
@@ -228,7 +230,7 @@ class ModelFolder:
             for file in sorted(files, key=lambda file: (file.path.parent.name != QUARANTINE, file.used)):
                 if total + size <= self._cap * KEEP_RATIO:
                     break
-                if file.path.suffix != _TEMP:  # another worker is writing this file
+                if file.path.suffix != _TEMP:  # a file with this suffix is being written by another worker
                     file.path.unlink(missing_ok=True)
                     total -= file.nbytes
         return total
@@ -304,7 +306,7 @@ def _allocate(temp: Path, size: int) -> None:
 
 
 def _list_files(root: Path) -> list[_File]:
-    """List all files of all models and the quarantine. Deletes temporary files of dead writers."""
+    """List all files of all models and the quarantine. Also deletes temporary files of writers that have ended."""
     files: list[_File] = []
     for path in [*root.glob(f"*/*{SUFFIX}"), *root.glob(f"*/*{_TEMP}")]:
         try:

@@ -88,7 +88,7 @@ class FileHeader(msgspec.Struct, frozen=True):
     kv_crc: int
     state_crc: int
     state: list[Leaf] | None
-    # Number of arrays of each layer; empty if every layer has keys and values.
+    # Number of arrays of each layer; an empty list means that each layer has keys and values.
     parts: list[int] = []
 
 

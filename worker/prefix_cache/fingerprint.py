@@ -55,7 +55,7 @@ def form_of(spec: WorkerSpec, loaded: LoadedModel, layout: KvLayout) -> CacheFor
 
 def model_form(loaded: LoadedModel, kinds: list[str], *, runs_code: bool = False) -> CacheFormat:
     """Return digests of everything that KV depends on, equal on all hosts, without reading all of the weights."""
-    # If a model computes padded rows wrongly, KV that was computed in another batch mode must not be used.
+    # A model may compute padded rows wrongly, so KV from one batch mode must not be used in another.
     mode = () if loaded.plan.mode is BatchMode.TOGETHER else (loaded.plan.mode.value,)
     dtypes = sorted({str(array.dtype) for array in _arrays(loaded.model)})
     code = sorted(file.name for file in loaded.path.glob("*.py")) if runs_code else []

@@ -19,13 +19,13 @@ from worker.prefix_cache.disk import CacheDisk, DiskEntry, DiskRead
 from worker.prefix_cache.radix_tree import EMPTY, Extent, Path, RadixNode, TokenCost, Tokens, Tree, new_state
 from worker.prefix_cache.salts import salt_key
 
-# Metal allows a process 499,000 buffers; many small nodes reach that limit long before any budget of bytes.
+# Metal allows 499,000 buffers per process. Many small nodes would reach that limit long before any budget of bytes.
 MAX_ARRAYS: Final = 200_000
-# Minimum tokens of a file, of a read, and of a node with a part of a prefix that does not fit the budget.
+# Minimum number of tokens of a file, of a read, and of a node that has only the part of a prefix that fits the budget.
 MIN_TOKENS: Final = 64
 READ_TIMEOUT_S: Final = 30.0
 CLOSE_TIMEOUT_S: Final = 5.0
-# A node whose file is gone is removed when a walk meets it; all such nodes are removed once this many files were lost.
+# A node whose file is gone is removed when a walk meets it. Once this many files were lost, all such nodes are removed.
 _PRUNE_INTERVAL_FILES: Final = 256
 
 _Write = tuple[DiskEntry, Span, list[Any] | None]
@@ -33,10 +33,10 @@ _Write = tuple[DiskEntry, Span, list[Any] | None]
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Reads from disk for one row, and the spans in memory that the row needs in addition to them."""
+    """Pending reads from disk for one row, and the spans in memory that the row will also need."""
 
     reads: dict[DiskEntry, DiskRead]
-    # Each span is stored with its number of tokens, because the node may be split in the meantime.
+    # Each span is stored with its number of tokens, because its node may be split later.
     held: dict[RadixNode, tuple[Span, int]]
     deadline: float
 
@@ -64,8 +64,9 @@ class PrefixCache:
         self._journal = journal
         self.disk = disk
         self._disk_min_tokens = max(MIN_TOKENS, disk_min_tokens)
-        # Writes that `persist` chose in this tick and in the previous one.
+        # Writes that `persist` chose in this tick.
         self._chosen: list[_Write] = []
+        # Writes that `persist` chose in the previous tick.
         self._due: list[_Write] = []
         self._lost = 0
         self.counts = Stats()
@@ -213,8 +214,8 @@ class PrefixCache:
         key = salt_key(salt)
         above: DiskEntry | None = None
         path = self._tree.walk(tokens, key)
-        # A short end of a path is not written until it has grown, so that many short answers do not become as many
-        # files.
+        # The end of a path is not written before it has MIN_TOKENS new tokens, so that many short answers do not become
+        # as many files.
         new = next((node.begin for node, _ in path if not node.is_on_disk), len(tokens))
         stop = len(tokens) if len(tokens) - new >= MIN_TOKENS else new
         for node, matched in path:
@@ -276,7 +277,8 @@ class PrefixCache:
             self.disk.close(timeout_s)
 
     def _reach(self, path: Path) -> tuple[int, RadixNode | None]:
-        """Return the same as `_usable`, but count files on disk too."""
+        """Return the number of reusable tokens and the node at their end, like `_usable`, but also count KV that is
+        only on disk."""
         reach, target = 0, None
         for node, matched in path:
             if not node.is_held and not node.is_readable:
@@ -322,8 +324,8 @@ class PrefixCache:
     def _cut(
         self, reusable: int, node: RadixNode | None, whole: Callable[[int], int] | None
     ) -> tuple[int, RadixNode | None]:
-        """Cut the result of `_usable` back to a position where a prefix may end: KV can be cut there, and checkpoints
-        are only taken there."""
+        """Cut the result of `_usable` back to a position where a prefix may end. With checkpoints, the result becomes 0
+        instead, because checkpoints are only taken at such positions."""
         if whole is None or whole(reusable) == reusable:
             return reusable, node
         reusable = 0 if self._layout.needs_checkpoints else whole(reusable)
@@ -336,7 +338,8 @@ class PrefixCache:
         room = self.budget - self._tree.path_bytes(parent)
         size = self._tree.span_bytes(len(tokens) - depth, span, state) + tokens[depth:].nbytes
         if size > room:
-            # Storing all of the tokens would evict everything else, and then this prefix too.
+            # Tokens beyond the budget are left out: storing all tokens would evict everything else, and finally this
+            # prefix, too.
             fitting = depth + room * (len(tokens) - depth) // size
             if state is not None or fitting - depth < MIN_TOKENS:
                 return parent

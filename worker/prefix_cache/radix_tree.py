@@ -46,7 +46,7 @@ class RadixNode:
     state: list[Any] | None = None
     extent: Extent | None = None
     saved: DiskEntry | None = None
-    # Whether the span has more tokens of the windowed layers than its file.
+    # Whether the span has more tokens of the windowed layers than the node's file.
     is_longer: bool = False
     children: "dict[int, RadixNode]" = field(default_factory=dict)
     nbytes: int = 0
@@ -119,7 +119,7 @@ class Tree:
             if child is None:
                 break
             if not child.is_held and not child.is_on_disk:
-                self._detach(child)  # the child's file was deleted, and all nodes below it are unreachable
+                self._detach(child)  # the file of `child` was deleted, and no node below `child` can be reached
                 break
             matched = common_prefix(child.tokens, tokens[depth:])
             path.append((child, matched))
@@ -163,7 +163,7 @@ class Tree:
         return upper
 
     def append(self, parent: RadixNode, tokens: Tokens) -> RadixNode:
-        """Add a child without KV."""
+        """Add a child without KV to a node."""
         node = RadixNode(tokens.copy(), parent.end + len(tokens), parent)
         parent.children[int(tokens[0])] = node
         return node
@@ -293,7 +293,7 @@ class Tree:
             at += matched
         if entry.has_state:
             node.saved = entry
-            if at:  # the file of a longer edge may have less of the windows before this end
+            if at:  # the file of a longer edge may lack a part of the windows before this position
                 node.extent = Extent(entry, at - len(node.tokens), at)
         return node
 

@@ -6,7 +6,8 @@ from typing import Any, Final
 
 # Maximum number of characters encoded at once: encoding takes about 200 times the memory of the text.
 _SLICE_CHARS: Final = 64 * 1024
-# Gap at which text may be cut: a space between two words of ASCII letters, which every pre-tokenizer separates.
+# Matches a place where text may be cut: a space between two words of ASCII letters, which every pre-tokenizer
+# separates.
 _GAP: Final = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 _NORMAL_GAP: Final = re.compile(r"(?<=[A-Za-z])[ ▁](?=[A-Za-z])")
 _CROSSING: Final = re.compile(r"[A-Za-z][ ▁Ġ]")
@@ -33,7 +34,7 @@ class PromptEncoder:
             # decodes.
             self._backend.no_truncation()
             self._backend.no_padding()
-        # Number of characters of a gap that the next slice omits; None if text cannot be cut.
+        # Number of characters that the next slice omits at a cut; None if text cannot be cut.
         self._skip = self._find_skip()
 
     @property

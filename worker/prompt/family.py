@@ -17,7 +17,7 @@ from worker.output.parsers.families import FAMILIES, UnknownFamily, resolve
 from worker.output.parsers.parser import Parser, call_ids, make_parser
 from worker.structured.tool_grammar.build import has_calls, next_message
 
-# Effort that disables thinking as far as possible, for families that cannot disable it completely.
+# Reasoning effort with the least thinking, for families that cannot disable thinking completely.
 _LEAST_EFFORT: Final = {"harmony": "low", "solar_open": "low"}
 
 
@@ -34,10 +34,10 @@ class ModelFamily:
             )
         except UnknownFamily as error:
             raise LoadFailed(Code.BAD_CONFIG, str(error)) from error
-        # Tools for a template without tools are written as text, in the format that the `hermes` parser reads.
+        # For a template without tools, the tools are written as text in the format that the `hermes` parser reads.
         self.tool_family = self.family if knows_tools and has_calls(self.family) else "hermes"
         self.closing_ids = _ids(loaded, self._closing())
-        # If a call is required, the message after the reasoning is one to a tool.
+        # If a tool call is required, the reasoning must be followed by a message to a tool.
         self.calling_ids = _ids(loaded, next_message(self.family)) or self.closing_ids
         self.visible = self._visible(tokenizer, template or "", plain_chat)
         added = getattr(tokenizer, "added_tokens_decoder", {})

@@ -62,7 +62,7 @@ _PROMPT_END_TOKENS = 4096
 _MAX_CHARS_PER_TOKEN: Final = 8
 # Maximum length of a prompt whose tokens are counted, as a multiple of the text that fits the context.
 _MAX_COUNTED_CONTEXTS: Final = 4
-# Number of tokens that a cut may add, because it may split a token.
+# Number of tokens that a cut may add to a text, because it may split a token.
 _CUT_EXTRA_TOKENS: Final = 16
 # Limits of a request's media if the worker's specification has none.
 DEFAULT_LIMITS: Final = MediaLimits(bytes=32 << 20, count=64, pixels=64_000_000)
@@ -96,7 +96,7 @@ class Intake:
         self._family = ModelFamily(loaded, opened, self._renderer.knows_tools, parser)
         self.vocabulary = Vocabulary(loaded.tokenizer)
         self._chat_vocabulary = Vocabulary(loaded.tokenizer, self._family.visible)
-        # Created for the first request that shows special tokens.
+        # Vocabulary in which special tokens have text; made for the first request that shows them.
         self._whole_vocabulary: Vocabulary | None = None
         self._infill = InfillPrompts(loaded.tokenizer, self._encoder, loaded.vocab_size)
         self._adapters = adapters_of(loaded.model)
@@ -127,7 +127,8 @@ class Intake:
         adapter = self._adapter(request.adapter)
         encoded = self._encode_fitting(request)
         ids, text = encoded.ids, encoded.text
-        # The model itself has sampled these ids, possibly from the padding of its table beyond the vocabulary.
+        # The checked ids were sampled by the model itself, possibly from the padding of its table beyond the
+        # vocabulary.
         self._check_ids(request.resume, "resume", self._table_rows)
         keep = self._sparse.keep_of(request, len(ids), has_media=bool(encoded.spans))
         is_chat = isinstance(request.prompt, ChatPrompt)
@@ -262,7 +263,7 @@ class Intake:
         room = row.max_tokens if request.max_tokens is not None else min(row.max_tokens, DEFAULT_CALL_TOKENS)
         row.rule = self._tool_rules.make(chat, self.vocabulary.decode(row.prompt[-_PROMPT_END_TOKENS:]), room)
         if chat.must_call and row.rule is not None:
-            # Reasoning may take half of the tokens, but none of those that the call needs.
+            # Reasoning may use half of the answer's tokens, but none of the tokens that the call needs.
             row.thinking.closing_ids = self._family.calling_ids
             most = max(0, min(room // 2, room - row.rule.reserve - len(row.thinking.closing_ids)))
             row.thinking.budget = most if row.thinking.budget is None else min(row.thinking.budget, most)

@@ -41,7 +41,7 @@ class EncodedPrompt:
     spans: list[Span] = field(default_factory=list[Span])
     positions: npt.NDArray[np.int32] | None = None
     relaxed: tuple[str, ...] = ()
-    # Number of turns and number of tokens that were truncated from the request's prompt.
+    # Numbers of turns and of tokens that were truncated from the request's prompt.
     left_out: tuple[int, int] = (0, 0)
 
 

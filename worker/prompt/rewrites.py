@@ -51,7 +51,8 @@ def calls_in_text(messages: Messages) -> Messages:
 
 
 def one_call_each(messages: Messages) -> Messages:
-    """Split messages into one call each, followed by its result, for templates that allow one call per message."""
+    """Split messages into messages of one call, each followed by its result, for templates that allow one call per
+    message."""
     split: Messages = []
     at = 0
     while at < len(messages):

@@ -72,17 +72,17 @@ class Renderer:
         """`markers` are the media markers of a model that takes media; without `markers`, no media are expected."""
         self._tokenizer = tokenizer
         self._markers = markers
-        # Empty for a model whose chat format is code, which mlx-lm's wrapper calls.
+        # Templates by name; empty for a model whose chat format is code, which mlx-lm's wrapper calls.
         self._templates = _templates(tokenizer.chat_template)
         self.has_template = bool(tokenizer.has_chat_template)
         # FireFunction's template needs its tools as text, and the current time.
         self._wants_functions = self._mentions("functions") and not self._mentions("tools")
         self.knows_tools = not self._templates or self._mentions("tools") or self._wants_functions
         self._special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
-        # Most templates test whether there are tools; a few iterate over the tools unconditionally and need an empty
-        # list.
+        # Value of `tools` without tools. Most templates test it, but a few iterate over it unconditionally and need an
+        # empty list.
         self._no_tools: list[Any] | None = None
-        # A few templates render contents only as lists, because their models take images.
+        # Rewrite of message contents. A few templates render contents only as lists, because their models take images.
         self._shape_contents: Callable[[Messages], Messages] = unchanged
         self._shape_contents = self._choose_contents()
         self._no_tools = [] if self._templates and not self._try([_QUESTION]) else None
@@ -90,8 +90,9 @@ class Renderer:
         self._write_calls = self._choose_calls()
         self._shape_calls = self._choose_shape()
         self._adaptations = tuple(adapt for adapt in ADAPTATIONS if not self._loses_system(adapt)) or ADAPTATIONS
-        # Kinds of media that the template renders in a user's message, and roles whose media it does not render.
+        # Kinds of media that the template renders in a user's message.
         self.shown = frozenset(kind for kind in (markers.by_kind if markers else ()) if self._shows("user", kind))
+        # Roles whose media the template does not render.
         self._hiding = frozenset(role for role in ("tool", "assistant", "system") if not self._shows(role))
         self._bridge = "" if self._takes_moved("") else SHOWN_NEXT
 
@@ -118,7 +119,7 @@ class Renderer:
         try:
             return RENDERING.run(lambda: self._render_with_effort(prompt, opens_answer and not prompt.continue_final))
         except _REFUSALS as error:
-            # The template's own refusals are shown to clients; other errors come from the code that it runs.
+            # Clients see why the template itself refused the messages, but not the errors of code that it runs.
             reason = f": {error}" if isinstance(error, TemplateError) else ""
             message = f"the model's chat template refused the messages{reason}"
             raise RequestInvalid(Code.TEMPLATE_ERROR, message, detail=repr(error), param="messages") from error
@@ -336,7 +337,7 @@ def check_template(template: str) -> None:
         message = f"the configured chat_template does not compile: {error.message} (its line {error.lineno})"
         raise LoadFailed(Code.BAD_CONFIG, message) from error
     except _REFUSALS:
-        pass  # the template refuses a chat without messages
+        pass  # the template compiles; it only refuses a chat without messages
 
 
 def adopt_template(tokenizer: Any, path: Path) -> None:

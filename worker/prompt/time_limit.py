@@ -88,6 +88,6 @@ class TimeLimit:
                     _raise_in_thread(rendering.thread, _TimeLimitExceeded)
 
 
-# The limit is necessary because a template may loop forever for some messages, and one thread renders all requests of a
+# Time limit of all renderings: a template may loop forever for some messages, and one thread renders all requests of a
 # model.
 RENDERING: Final = TimeLimit(30.0)

@@ -48,8 +48,9 @@ class TokenizeCalls:
         self._gauges = gauges
         self._changed = threading.Condition()
         self._waiting: OrderedDict[int, TokenCall] = OrderedDict()
-        # State of the call that is being answered.
+        # Rid of the call that is being answered.
         self._rid: int | None = None
+        # Whether the answer of that call is still wanted.
         self._is_wanted = True
 
     def start(self) -> None:

@@ -77,7 +77,7 @@ def fit_tokens(request: Generate, whole: EncodedPrompt, opening: int, context: i
     if whole.spans:
         message = "The prompt is longer than 'truncate_prompt_tokens' allows, and one with media cannot be cut."
         raise RequestInvalid(Code.UNSUPPORTED, message, param="truncate_prompt_tokens")
-    # A chat's text stays, because its end shows whether the answer begins inside reasoning.
+    # A chat keeps its text, whose end shows whether the answer begins inside reasoning.
     text = whole.text if isinstance(request.prompt, ChatPrompt) else None
     return replace(whole, ids=[*whole.ids[:opening], *whole.ids[opening + less :]], text=text, left_out=(0, less))
 

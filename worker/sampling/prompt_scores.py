@@ -18,7 +18,7 @@ class PromptScore(NamedTuple):
     likeliest: list[tuple[int, float]]
 
 
-# The first token has no context, so it has no score.
+# Score of the first token, which has no context and therefore no log-probability.
 FIRST: Final = PromptScore(math.nan, 0, [])
 
 

@@ -59,7 +59,7 @@ class RowSampler:
         """
         # Masks of the rows' grammars are applied to the logits before these become log-probabilities.
         self.masks = masks or Masks()
-        # Plans of the newest calls, with the parameters of the rows and the number of positions of each.
+        # Plans of the newest calls, each with its rows' sampling parameters and its number of positions.
         self._plans: list[tuple[list[Sampling], int, _Plan]] = []
         # Ids that are never drawn; `_penalty` is added to their log-probabilities.
         self._suppressed = tuple(suppressed)
@@ -112,7 +112,7 @@ class RowSampler:
 
     def _suppress(self, logprobs: mx.array) -> mx.array:
         if self._penalty is None or self._penalty.dtype != logprobs.dtype:
-            # The dtype is needed for an empty list, which MLX would make a float array that cannot index.
+            # The dtype is needed for an empty list: MLX would make it an array of floats, which cannot be indices.
             ids = mx.array([token for token in self._suppressed if 0 <= token < logprobs.shape[-1]], dtype=mx.int32)
             self._penalty = mx.zeros(logprobs.shape[-1:], dtype=logprobs.dtype).at[ids].add(-math.inf)
         return logprobs + self._penalty
@@ -134,7 +134,7 @@ class _Plan:
     top_k: mx.array
     top_p: mx.array
     log_min_p: mx.array
-    # None if no row uses it.
+    # Threshold of top_n_sigma for each row; None if no row uses top_n_sigma.
     sigmas: mx.array | None
     typical: mx.array | None
     xtc_threshold: mx.array
@@ -262,8 +262,8 @@ def _key(seed: int, position: int) -> list[int]:
 class Guard:
     """Wrapper of a processor that catches its errors: an exception during a step would corrupt every row.
 
-    Logits of another shape would do so, too, and another dtype would change the logits of other rows. The loop checks
-    `error` after the step and fails only this row.
+    Logits of another shape would corrupt them, too, and another dtype would change the logits of other rows. The loop
+    checks `error` after the step and fails only this row.
     """
 
     __slots__ = ("_inner", "error")

@@ -23,8 +23,9 @@ from worker.sparse.query_capture import QueryCapture, capture_queries
 LOOKAHEAD_TOKENS: Final = 8
 # Width of the window over which a token's attention is averaged.
 POOL_TOKENS: Final = 13
-# Maximum tokens of a chunk, and maximum products of queries and keys in a chunk, so that all chunks take about as long.
+# Maximum number of tokens in a chunk.
 CHUNK_TOKENS: Final = 512 if ragged.sees_room else 256
+# Maximum products of queries and keys in a chunk, so that all chunks take about the same time.
 PRODUCTS_PER_CHUNK: Final = 1 << 24 if ragged.sees_room else 1 << 21
 MIN_CHUNK_TOKENS: Final = 16
 
@@ -63,7 +64,7 @@ class PromptReading:
         self._sum = self._sum + self._attention(queries)
         mx.eval(self._sum, [cache.state for cache in self._caches])
         self._left -= 1
-        # The newest token replaces the prompt's last one.
+        # The generated token replaces the last id as the next input.
         token: Any = mx.argmax(logits[0, -1]).item()
         self._ids[-1] = token
 

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 BLOCK_TOKENS: Final = 128
-# The first and last blocks of a prompt are always kept: the first tokens absorb surplus attention (attention sink), and
-# the last tokens are the question.
+# Number of first blocks that are always kept, because the first tokens absorb surplus attention (attention sink).
 HEAD_BLOCKS: Final = 1
+# Number of last blocks that are always kept, because the last tokens are the question.
 TAIL_BLOCKS: Final = 5
 
 
@@ -50,7 +50,7 @@ class SelectedTokens:
 
 
 def count_kept(tokens: int, part: float) -> int:
-    """Return the number of tokens of a prompt that are kept."""
+    """Return how many of a prompt's tokens are kept."""
     blocks = math.ceil(tokens / BLOCK_TOKENS)
     return tokens - (blocks - _blocks_kept(blocks, part)) * BLOCK_TOKENS
 

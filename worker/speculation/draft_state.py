@@ -55,11 +55,13 @@ class DraftedText:
     accepted: int = 0
     # Tokens that the row's grammar forces next.
     expected: Sequence[int] = ()
-    # The cached branch that the row follows, and the number of tokens for which it has followed it.
+    # Cached branch that the row follows.
     branch: Branch | None = None
+    # Number of tokens for which the row has followed this branch.
     followed: int = 0
-    # Number of steps without lookup that remain of the current back-off, and the exponent of the back-off's length.
+    # Remaining steps without lookup in the current back-off.
     rest: int = 0
+    # Exponent of the back-off's length.
     rests: int = 0
 
     @classmethod
@@ -92,8 +94,9 @@ class DraftState:
     """Drafter's part of a sequence; fields that the drafter does not use are None or 0."""
 
     followed: DraftedText | None = None
-    # Number of tokens in the draft model's caches, and the text while the draft model processes it alone.
+    # Number of tokens in the draft model's caches.
     done: int = 0
+    # Text that the draft model is processing alone; None otherwise.
     reading: DraftReading | None = None
 
     def take_prediction_counts(self) -> tuple[int, int]:

@@ -27,7 +27,7 @@ class Drafter:
     widest = 1
     token_bytes = 0
     nbytes = 0
-    # Number of tokens that a draft model must still process before all rows that wait for its drafts can have some.
+    # Number of tokens that a draft model must process before every row that waits for a draft can have one.
     unread = 0
 
     def read(self, count: int) -> int:
@@ -81,7 +81,7 @@ class Proposer(ABC):
     source: str
     longest = 7
     token_bytes = 0
-    # Number of tokens that must be processed, slice by slice, before all rows that wait for drafts have some.
+    # Number of tokens that must be processed, slice by slice, before every row that waits for a draft can have one.
     unread = 0
 
     @property
@@ -111,8 +111,8 @@ class Proposer(ABC):
     def propose(
         self, rows: Sequence[DraftedRow], texts: Sequence[Tokens], newest: Sequence[int], count: int
     ) -> list[list[int]]:
-        """Return `count` draft tokens per row, to follow the row's newest token, which its text lacks; an empty list
-        means no draft.
+        """Return `count` draft tokens per row, or an empty list for a row without a draft. A draft continues after the
+        row's newest token, which is not yet in the row's text.
 
         All rows have generated a token. Long texts are not processed here, because the tick waits for the drafts.
         """

@@ -49,7 +49,7 @@ def load_checked(
         return _with_adapters(replace(loaded, plan=DETERMINISTIC), spec)
     plan = check(loaded.model, ids, spec.batching, partners)
     if plan.mode is BatchMode.EQUAL and loaded.vision is not None and loaded.vision.needs.block:
-        # Chunks of equal length would split media whose tokens must run together.
+        # Chunks of equal length could split media whose tokens must run together, so rows run alone.
         plan = replace(plan, mode=BatchMode.SINGLE)
     loaded = _with_drafts(replace(loaded, plan=plan), spec)
     if spec.sparse_keep:

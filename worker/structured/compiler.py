@@ -39,7 +39,7 @@ MAX_CACHED: Final = 128
 MAX_TRIAL_S: Final = 0.5
 TRIAL_WALKS: Final = 2
 TRIAL_TOKENS: Final = 12
-# Schemas of everyday use are far below these limits; at them, the slowest mask takes tens of milliseconds.
+# Everyday schemas are far below these limits. A grammar at the limits takes tens of milliseconds for its slowest mask.
 LIMITS: Final = LLParserLimits(
     step_lexer_fuel=100_000,
     step_max_items=25_000,
@@ -261,7 +261,7 @@ def _source(constraint: Constraint) -> str:
             _check_schemas(text)
             return LLMatcher.grammar_from_lark(_lark(text))
         case ConstraintKind.CHOICE:
-            # The choices form one terminal, because llguidance takes at most 2,000 alternatives in a rule.
+            # All choices are one terminal, because llguidance takes at most 2,000 alternatives in a rule.
             choices = " | ".join(json.dumps(each) for each in _choices(text))
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case _:

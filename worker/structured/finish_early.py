@@ -7,12 +7,14 @@ import numpy as np
 
 from worker.structured.compiler import Allowed, GrammarWalk
 
-# JSON's closing brackets come first; the comma and the quote continue where no bracket may close yet.
+# Texts that close JSON values, tried in this order. A comma or a quote continues the value where no bracket may close
+# it yet.
 _JSON_CLOSERS: Final = ("}", "]", ")", ",", '"')
 # If all of these letters are allowed next, the grammar is inside a string.
 _STRING_PROBES: Final = ("Z", "q", "~")
 _MAX_COUNTED_STEPS: Final = 2000
-# Tokens added to the length of the shortest complete answer, for values that are open when the finish begins.
+# Number of tokens that is added to the length of the shortest complete answer, because values may be open when the
+# finish begins.
 _OPEN_VALUES_TOKENS: Final = 24
 
 

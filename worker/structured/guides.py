@@ -59,7 +59,7 @@ class Guide:
         self._is_free = rule.prologue.is_open
         self._is_start = True
         self._is_over = False
-        # Whether a free block has just ended, so that the answer has no text yet.
+        # Whether the row has just left a free block, so that the answer has no text yet.
         self._has_opened = False
         self._tail = b""
         self._left = rule.room
@@ -198,7 +198,7 @@ class Rules:
             return Prologue(ends, is_open=True)
         if prompt_end.rstrip().endswith(grammar.think.ends):
             return Prologue()
-        # Only a model whose template contains the marker was trained to begin with reasoning.
+        # A model begins with reasoning only if it was trained to, so its template must contain the marker.
         starts = [start for start in grammar.think.starts if start in self._template]
         return Prologue(ends, openers=self._single(starts))
 

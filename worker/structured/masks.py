@@ -149,7 +149,7 @@ class MaskWork:
 
     future: "Future[_Followed]"
     since: float
-    # Number of tokens of the draft that were accepted.
+    # Number of the draft's tokens that were accepted.
     accepted: int = 0
 
     @property
@@ -198,7 +198,7 @@ def _follow(guide: Guide, tokens: Sequence[int], draft: Sequence[int] = ()) -> _
             guide.take(token)
             states.append(_State(guide, guide.allowed(), guide.forced()))
         except GrammarFailed:
-            break  # the draft is wrong from here on, or the row may not continue in this step
+            break  # the grammar forbids the next token of the draft, or the row may not continue in this step
     return _Followed(states, (time.monotonic() - begun) / len(states))
 
 

@@ -215,7 +215,7 @@ def _make_exact(fields: dict[str, Any], where: str) -> None:
         _check_pattern(pattern, where)
     for key in fields.keys() & {"const", "enum"}:
         _check_constants(fields[key], f"{where}/{key}")
-    # Older drafts, which define fewer keywords, would ignore the others.
+    # A `$schema` of an older draft, which defines fewer keywords, would disable the other keywords.
     fields.pop("$schema", None)
     _tighten(fields, where)
     _count_keys(fields, where)
@@ -240,9 +240,8 @@ def _tighten(fields: dict[str, Any], where: str) -> None:
 
 
 def _part(fields: dict[str, Any], where: str) -> None:
-    """Move an exclusive integer bound inwards if the other bound is close: llguidance does not enforce bounds as in (1,
-    1.5).
-    """
+    """Move an exclusive integer bound inwards if the other bound is at most 1 away: llguidance does not enforce
+    intervals such as (1, 1.5)."""
     low = max((fields[key] for key in ("minimum", "exclusiveMinimum") if key in fields), default=None)
     high = min((fields[key] for key in ("maximum", "exclusiveMaximum") if key in fields), default=None)
     if low is None or high is None or not 0 < high - low <= 1:

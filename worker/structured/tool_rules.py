@@ -63,7 +63,7 @@ class ToolRules:
         if isinstance(FAMILIES[self._family].grammar, Channels):
             if self._family not in HEADS or not answer.prologue.is_open:
                 return answer
-            # Each message names its channel, which selects the grammar.
+            # The header of each message, which names its recipient, selects the grammar.
             by_marker = self._by_head(prompt.tools, prompt.strict_tools)
             ends = (*answer.prologue.ends, *by_marker)
             return replace(answer, prologue=replace(answer.prologue, ends=ends), by_marker=by_marker)
@@ -92,7 +92,7 @@ class ToolRules:
         marks = self._known_marks()
         compiled = self._compile(lambda calls: call_grammar(self._family, calls, marks, prompt_end), calls, strict)
         is_messages = isinstance(FAMILIES[self._family].grammar, Channels)
-        # The grammar includes the reasoning in families that write messages.
+        # In families that write messages, the grammar already includes the reasoning.
         prologue = Prologue() if is_messages else self._rules.prologue(prompt_end)
         rule = self._rules.of_grammar(compiled.grammar, prologue)
         return replace(rule, finish=compiled.finish, room=room, reserve=compiled.reserve)

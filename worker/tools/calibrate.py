@@ -47,14 +47,16 @@ DECODING_ROWS: Final = 4
 # by `MIN_BUFFER_GAIN`.
 BUFFER_DIVISORS: Final = (32, 16, 8, 1)
 MIN_BUFFER_GAIN: Final = 1.03
-# Shares of the given time. Time is checked between measurements, so slow models get fewer of them. Each measurement has
-# at least `STEPS_MIN` steps, after `WARM_UP_STEPS` steps that are not counted.
+# The five shares divide the given time among the measurements. Time is only checked between measurements, so slow
+# models get fewer of them.
 DECODE_SHARE: Final = 0.4
 PREFILL_SHARE: Final = 0.25
 BLOCKS_SHARE: Final = 0.15
 FUSED_SHARE: Final = 0.1
 BUFFERS_SHARE: Final = 0.1
+# Minimum number of steps in a measurement.
 STEPS_MIN: Final = 6
+# Number of steps before a measurement that are not counted.
 WARM_UP_STEPS: Final = 2
 DECODE_PROMPT_TOKENS: Final = 48
 MAX_OUTPUT_TOKENS: Final = 4096
@@ -185,7 +187,7 @@ class Bench:
         while steps < STEPS_MIN or time.perf_counter() - began < limit_s:
             self._tick(self._longest, 0)
             steps += 1
-            if not self._batch:  # rows end at their output limit, and sooner if drafts are accepted
+            if not self._batch:  # all rows may have ended at their output limit, or sooner if drafts were accepted
                 break
         return steps, time.perf_counter() - began
 

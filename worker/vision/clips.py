@@ -24,7 +24,7 @@ _FRAMES_INSTEAD: Final = "A list of JPEG frames (data:video/jpeg;base64,…) nee
 _LENGTH: Final = struct.Struct(">I")
 # Container formats with embedded media only: a playlist or a concatenation could name other files and URLs.
 _FORMATS: Final = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,mp3,flac,wav,w64,aac,aiff,amr,caf,asf"
-# Rate, in frames per second, of a list of frames that has none.
+# Frames per second of a list of frames without a rate.
 _DEFAULT_RATE: Final = 2.0
 # Minimum distance in frames to the next wanted frame at which the decoder seeks to a key frame instead of reading on.
 _SEEK_FRAMES: Final = 48
@@ -170,7 +170,7 @@ class VideoFile:
                     at = self._index(stream, frame, at + 1)
                 if frame is None:
                     raise refused("The video is broken: a frame is missing.", self._param, Code.INVALID_VIDEO)
-                # The last frame replaces frames that the header counts beyond the end of the file.
+                # If the file ends before the frame count in its header, its last frame replaces the missing frames.
                 images.append(_upright(frame).resize((self.width, self.height)))
         return images
 

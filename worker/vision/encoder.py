@@ -16,8 +16,8 @@ from worker.vision.tower import Tower
 
 # Number of decoder threads. Decoding mostly releases the GIL; more threads would take cores from the step loop.
 DECODERS: Final = 2
-# Maximum number of media decoded ahead of the tower, which encodes one a tick, because decoded images are large. The
-# first row may exceed it by one.
+# Maximum number of media that are decoded and not encoded yet. The tower encodes one medium per tick, and decoded
+# images are large. The first row may exceed this number by one.
 _MAX_DECODED_AHEAD: Final = 4
 
 Pixels = Mapping[str, npt.NDArray[Any]]
@@ -32,7 +32,7 @@ class _Job:
 
     media: dict[int, Medium] = field(default_factory=dict[int, Medium])
     pixels: Future[Pixels] | None = None
-    # Whether an allocation for this medium has failed before.
+    # Whether an allocation for this medium has already failed once.
     is_retried: bool = False
 
     @property
@@ -69,8 +69,9 @@ class MediaEncoder:
         self._jobs: dict[bytes, _Job] = {}
         # Jobs whose decoding has begun or finished.
         self._begun: dict[bytes, _Job] = {}
-        # Media requested by waiting rows, in order of arrival, and by rows in prefill.
+        # Media that waiting rows have requested. The rows are in order of arrival.
         self._waiting: dict[int, dict[bytes, Medium]] = {}
+        # Keys of the media that rows in prefill have requested.
         self._running: dict[int, set[bytes]] = {}
         # Key of the last medium that was missing, by row.
         self._missing: dict[int, bytes] = {}
@@ -99,7 +100,7 @@ class MediaEncoder:
         job = self._jobs.get(last)
         if job is not None and rid in job.media and any(medium.key == last for medium in media):
             self._missing[rid] = last
-            return False  # this is the common case, and runs for each waiting row at every tick
+            return False  # this common case must be fast, because it runs for each waiting row at every tick
         missing = b""
         for medium in media:
             if not self.features.holds(rid, medium.key) and not self._want(rid, medium, requested):
@@ -172,7 +173,7 @@ class MediaEncoder:
         for rid in holders:
             del job.media[rid]
         self._end(key)
-        if job.media:  # the remaining rows may not hold it yet
+        if job.media:  # the remaining rows do not hold the features yet, so they need another encode
             self._jobs[key] = _Job(job.media)
         self._has_given = True
         return []

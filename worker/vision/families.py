@@ -81,7 +81,7 @@ class PreparedMedia:
     runs: tuple[int, ...]
     media: tuple[Medium, ...]
     grids: tuple[Grid, ...]
-    # Number of tokens after each run that are also rows of the run's medium.
+    # Number of tokens after each run that also have feature rows of the run's medium.
     closing: int = 0
 
     @property
@@ -162,11 +162,12 @@ class Processor:
         laid = self._guarded(media, lambda: layout.clip(clip.width, clip.height, seconds, 1 / max(spacing, 1e-3)))
 
         def load(frames: Sequence[int]) -> Callable[[], Inputs]:
-            # The last frame is repeated to fill the last group.
+            # The last frame is repeated until the last group of frames is full.
             wanted = [indices[min(frame, len(indices) - 1)] for frame in frames]
             return lambda: layout.clip_inputs(clip.frames(wanted), len(indices))
 
-        # The key includes the grids, because positions depend on the frames' times, and these also on the options.
+        # The key includes the grids, because positions depend on the frames' times, and the times also depend on the
+        # options.
         how = f"{indices} {laid.grids}"
         return self._prepared(media, "video", laid, [load(piece.frames) for piece in laid.pieces], how)
 

@@ -42,7 +42,7 @@ class Gemma3(MediaLayout):
         images = self.images
         if not images.do_pan_and_scan:
             return 0
-        # This array has no memory of its own: only its shape is used.
+        # The array takes no memory for its pixels: only its shape is used.
         blank = np.broadcast_to(np.uint8(0), (3, height, width))
         ways = ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
         return len(

@@ -53,8 +53,9 @@ class MediaLayout:
     sampling: FrameSampling | None = None
     # Maximum pixels of an image whose attention fits in memory; 0 means no limit.
     most_pixels = 0
-    # Sample rate and maximum seconds of audio; 0 if the family takes none.
+    # Samples per second of the audio that the tower takes; 0 if the family takes no audio.
     audio_rate = 0
+    # Maximum seconds of audio.
     audio_s = 0.0
     # Whether an image is scaled to `bounds` before its layout.
     is_scaled = True

@@ -206,7 +206,7 @@ class _Embed(_Merging):
         chunk = self._merge.chunk
         if chunk is None:
             return self.module(ids)
-        # A placeholder's id may lie beyond the table.
+        # Placeholders are replaced by id 0, because their own ids may lie beyond the table.
         return chunk.place(self.module(mx.where(chunk.is_media, 0, ids)))
 
 
@@ -276,7 +276,7 @@ class _Block(_Merging):
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, **kwargs: Any) -> Any:
         chunk = self._merge.chunk
         if chunk is not None:
-            # Layers that share another layer's KV have no cache, and use the mask of that layer.
+            # A layer that shares another layer's KV has no cache of its own, so it reuses the mask of that layer.
             if self._window not in chunk.masks:
                 chunk.masks[self._window] = self._mask(x, mask, cache, chunk)
             mask = chunk.masks[self._window]
@@ -294,6 +294,6 @@ class _Block(_Merging):
         begins = getattr(getattr(cache, "lengths", None), "of", None) or [mask.shape[-1] - width] * rows
         pairs = np.zeros((rows, 1, width, mask.shape[-1]), dtype=bool)
         for row, begin in enumerate(begins):
-            own = pairs[row, ..., begin : begin + width]  # padding may have no slots
+            own = pairs[row, ..., begin : begin + width]  # the mask may lack slots for padding
             own[:] = chunk.block[row, ..., : own.shape[-1]]
         return mask | mx.array(pairs)

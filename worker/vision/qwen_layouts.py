@@ -30,7 +30,8 @@ class Qwen(MediaLayout):
         self._clip_token: str = processor.video_token
         self._per_second = (config.get("vision_config") or {}).get("tokens_per_second")
         self.sampling = _sampling(self._videos)
-        # The size of a clip's frames depends on their number, so a single piece must not be resized again.
+        # The frames' size depends on their number, so this processor must not resize the frames of a single piece
+        # again.
         self._exact = copy(self._videos)
         self._exact.min_pixels, self._exact.max_pixels = 1, _UNBOUNDED
         self.markers = MediaMarkers({"image": self.token, "video": self._clip_token}, (self._start, self._end))

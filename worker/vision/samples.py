@@ -9,8 +9,9 @@ from PIL import Image
 
 from protocol.prompts import Media
 
-# Default number of squares per side, and length of a square's side in pixels.
+# Default number of squares per side of a picture.
 _SQUARES_PER_SIDE: Final = 6
+# Length of a square's side in pixels.
 _SQUARE_SIDE_PIXELS: Final = 24
 
 

@@ -23,15 +23,17 @@ Reserve = Callable[[int], None]
 _BROKEN: Final = (wave.Error, EOFError, RuntimeError, struct.error, ValueError)
 _MAX_SAMPLE_BYTES: Final = 4
 _WAV_INSTEAD: Final = "WAV files with 8, 16, 24 or 32 bits need nothing."
-# A longer WAV file is read in parts of whole seconds with about `_PART_FRAMES` frames, because arithmetic takes several
-# times the memory of the samples. Parts overlap by `_OVERLAP_S` seconds on both sides for resampling.
+# Maximum seconds of a WAV file that is read at once, because the arithmetic takes several times the memory of the
+# samples.
 MAX_WHOLE_S: Final = 60
+# Approximate number of frames in a part of a longer file; parts are whole seconds long.
 _PART_FRAMES: Final = 1 << 19
 _PART_MIN_S: Final = 4
+# Seconds by which parts overlap on both sides, for resampling.
 _OVERLAP_S: Final = 1
 # Minimum bytes per second of a file, which only a silent file or one with a wrong header goes below.
 _MIN_BYTES_PER_SECOND: Final = 64
-# Minimum growth of the array in samples, and the number of samples between two calls of `Reserve`.
+# Minimum number of samples by which the array grows, and number of samples between two calls of `Reserve`.
 _GROWTH_SAMPLES: Final = 1 << 18
 
 

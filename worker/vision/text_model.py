@@ -52,7 +52,7 @@ class _OfText:
 
     def from_dict(self, config: dict[str, Any]) -> Any:
         text = dict(config["text_config"])
-        # The text model's embeddings are tied if the configuration of the whole model ties them.
+        # The text model's embeddings are tied if the whole model's configuration says so.
         if "tie_word_embeddings" in config:
             text.setdefault("tie_word_embeddings", config["tie_word_embeddings"])
         return self._arguments.from_dict(text)

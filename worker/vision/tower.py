@@ -17,7 +17,7 @@ from worker.vision.multimodal_merge import MediaFeatures
 from worker.vision.needs import Needs, UnsupportedVision
 
 MISSING: Final = "mlx-vlm is not installed; install it with: mlxctl setup vision"
-# Inputs that mlx-vlm requires as Python numbers.
+# Names of inputs that mlx-vlm requires as Python numbers.
 _SIZES: Final = ("image_sizes",)
 
 
@@ -72,7 +72,7 @@ def load_tower(
     from mlx_vlm.utils import get_model_and_args, load_model_weights, sanitize_weights, update_module_configs
 
     config = tower_config(folded)
-    # The path is omitted, so that code in a checkpoint is never run.
+    # mlx-vlm's function would run code in the checkpoint if it got the path, so it only gets the configuration.
     classes, _ = get_model_and_args(config)
     model_config = classes.ModelConfig.from_dict(config)
     model_config = update_module_configs(
@@ -125,7 +125,7 @@ def _read(path: Path, config: Mapping[str, Any]) -> dict[str, mx.array]:
 class _NoText(nn.Module):
     """Replacement of mlx-vlm's language model: features overwrite all of its embeddings of placeholders."""
 
-    # Attributes that models read from a language model: no scale, no embeddings per layer, no positions.
+    # These attributes are read by mlx-vlm's models: no scale, no embeddings per layer, no positions.
     embed_scale = 1.0
     hidden_size_per_layer_input = 0
 

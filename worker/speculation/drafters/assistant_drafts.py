@@ -31,8 +31,7 @@ class Assistant:
 
     def __init__(self, model: Any, target: Any, layers: Mapping[str, int], vocab: int) -> None:
         """`layers` maps each attention type to the target's layer whose KV is used. Raises ValueError if the assistant
-        was made for another model.
-        """
+        was made for another model."""
         if not isinstance(model, Gemma4AssistantDraftModel):
             raise ValueError(f"drafters of the form {type(model).__module__.split('.')[-2]} are not run")
         self._model: Any = model
@@ -98,7 +97,7 @@ class Assistant:
     def _logits(self, state: mx.array) -> mx.array:
         model = self._model
         if model.masked_embedding is not None:
-            # Only tokens in the clusters nearest to a state get logits.
+            # Only tokens in the clusters nearest to the state get logits; all others get -inf.
             ids, own = model.masked_embedding._selected_logits(state, model.model.embed_tokens.weight)
             whole = mx.full((*state.shape[:2], model.masked_embedding.vocab_size), -mx.inf, dtype=own.dtype)
             return mx.put_along_axis(whole, ids.reshape(own.shape), own, axis=-1)
@@ -135,7 +134,7 @@ class AssistantDrafts(Proposer):
         states = {row: state for row, state in last.items() if state is not None}
         if not states:
             return [[] for _ in rows]
-        # The pass includes all rows of the batch, so that none of their KV is copied.
+        # All rows of the batch take part in the pass, even those without a draft, so that no KV is copied.
         order, caches = self._rows()
         blank, following = mx.zeros_like(next(iter(states.values()))), dict(zip(rows, newest, strict=True))
         hidden = self._assistant.hidden(mx.stack([states.get(row, blank) for row in order])[:, None])

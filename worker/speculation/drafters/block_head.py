@@ -39,7 +39,7 @@ class BlockHead:
         self._model: Any = model
         self._vocab = vocab
         core, config = text_core(target), model.config
-        # The drafter takes outputs of these layers, which are captured as inputs of the layers after them.
+        # The drafter takes the outputs of these layers. They are captured as the inputs of the layers that follow.
         self.places = [int(at) + 1 for at in config.target_layer_ids]
         if (
             self.places != sorted(set(self.places))
@@ -61,7 +61,7 @@ class BlockHead:
         if isinstance(model, DFlash2DraftModel):
             selector = self._model.candidate_selector
             known = min(each.weight.shape[0] for each in (selector.predecessor_codebook, selector.successor_codebook))
-            if known < vocab:  # MLX checks no bounds
+            if known < vocab:  # MLX would index beyond the table without an error
                 raise ValueError(f"it selects among {known} tokens, and the target has {vocab}")
         for layer, attention in zip(self._model.layers, wrapped, strict=True):
             layer.self_attn = attention

@@ -37,11 +37,11 @@ class PredictionHead(nn.Module):
         self.size = size
         # Size of the sliding window of the layer's attention; None if the layer attends to all tokens.
         self.window: int | None = None
-        # Number of the layer's caches: one of KV and, with sparse attention, a second one of its index.
+        # Number of the layer's caches: one for KV and, with sparse attention, a second one for the index.
         self.caches = 1
         self._form = form
         self.tokens = 0
-        # `bind` sets these two. Their leading underscore keeps them out of the head's parameters.
+        # `bind` sets this field and the next one. Their leading underscore keeps them out of the head's parameters.
         self._tables: tuple[Transform, Transform]
         self._final: Transform
 

@@ -65,24 +65,26 @@ _TABLES: Final = {"embed_tokens.weight": "embed", "shared_head.head.weight": "lm
 
 
 def _exaone(sizes: Sizes) -> dict[str, Any]:
-    """Return the changes for a dense layer of the type configured for heads, or else of the first layer's type."""
+    """Return the changes that make the head one dense layer. Its attention type is the one configured for heads, or
+    else that of the first layer."""
     kinds = list(sizes["layer_types"])
     own = (sizes.get("mtp_layer_types") or kinds)[0]
-    # mlx-lm's class gives layers with full attention rotary positions only if no layer has a window, so the other
-    # layers' types stay in the list.
+    # mlx-lm's class applies rotary positions in layers with full attention only if no layer has a window. So the types
+    # of the model's other layers stay in the list.
     return {"layer_types": [own, *kinds], "is_moe_layer": [False]}
 
 
 def _mimo_v2(_sizes: Sizes) -> dict[str, Any]:
-    """Return the changes for a dense layer with a window; the target's class needs a layer of each type."""
+    """Return the changes that make the head one dense layer with a window. The target's class needs a layer of each
+    type."""
     return {"num_hidden_layers": 2, "hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0, 0]}
 
 
 def _step(sizes: Sizes) -> dict[str, Any]:
-    """Return the changes for a dense layer.
+    """Return the changes that make the head one dense layer.
 
-    Configuration lists have an entry per layer, with the heads' entries last; without entries for heads, those of a
-    layer with a window apply.
+    Configuration lists have an entry per layer, with the heads' entries last. If a list has no entries for heads, the
+    entry of a layer with a window applies.
     """
     layers, kinds = int(sizes["num_hidden_layers"]), list(sizes["layer_types"])
     at = layers if len(kinds) > layers else kinds.index("sliding_attention")

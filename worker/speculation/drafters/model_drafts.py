@@ -16,9 +16,9 @@ from worker.speculation.drafters.target import with_vocab
 from worker.speculation.text_sources.indexed_text import Tokens
 from worker.speculation.text_sources.lookup import DraftSource
 
-# Maximum number of a text's unread tokens that are processed together with the newest tokens of the other rows: the
-# first limit is for each row, the second for all rows.
+# Maximum number of a text's unread tokens that are processed together with the newest tokens of the other rows.
 MAX_SHARED_TOKENS: Final = 16
+# Maximum number of such tokens in all rows together.
 MAX_SHARED_TOTAL_TOKENS: Final = 64
 
 

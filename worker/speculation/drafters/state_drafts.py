@@ -18,8 +18,8 @@ from worker.speculation.drafters.hidden_states import PROMPT_TAIL_TOKENS, Captur
 from worker.speculation.drafters.row_caches import CachedProposer
 from worker.speculation.text_sources.indexed_text import Tokens
 
-# Maximum number of unread states of a row that are processed together with other rows; a row with more is processed
-# alone first.
+# Maximum number of a row's unread states that are processed together with other rows. With more states, the row is
+# first processed alone.
 _MAX_SHARED_STATES: Final = 32
 
 
@@ -132,7 +132,7 @@ class StateDrafts(CachedProposer):
         """Bring a row into the drafter's batch so that its next state is the first of `states`."""
         if states.parts and row in self._rows.rows and row.draft.done == states.begin:
             return
-        self.discard(row)  # there is a gap between the processed states and these
+        self.discard(row)  # some states between the processed ones and these are missing
         if not states.parts:
             return
         caches, count = self._make_caches(), states.count

@@ -144,7 +144,7 @@ def _build(kind: str, config: dict[str, Any], sizes: dict[str, Any], stored: Sto
         raise ValueError("its weights are quantized, which spoils a head")
     for name, weight in stored.weights.items():
         part, _, leaf = name.rpartition(".")
-        # mlx-lm's `sanitize` of Qwen3-Next adds 1 to the norms of its layers.
+        # mlx-lm's `sanitize` already adds 1 to the norms in the layers of Qwen3-Next.
         is_done = kind == "qwen3_next" and name.startswith("layers.")
         if stored.is_zero_centered and weight.ndim == 1 and "norm" in name and not is_done:
             weight = weight + 1.0

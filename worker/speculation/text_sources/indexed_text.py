@@ -13,8 +13,9 @@ MIN_MATCH_TOKENS: Final = 3
 MAX_MATCH_TOKENS: Final = 32
 # Separator of texts, also in place of tokens that must not be drafted: no draft extends over it.
 BREAK: Final = -1
-# Maximum number of matches that a search compares, and maximum number of places with the same hash that it visits.
+# Maximum number of matches that a search compares.
 _MAX_COMPARED: Final = 16
+# Maximum number of places with the same hash that a search visits.
 _MAX_VISITED: Final = 64
 # Maximum number of places that one search adds to the index: indexing a whole long text would take as long as several
 # steps.

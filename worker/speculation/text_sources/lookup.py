@@ -20,9 +20,9 @@ from worker.speculation.text_sources.indexed_text import (
     Tokens,
 )
 
-# Maximum number of earlier output tokens per salt, and maximum number of salts. Clients choose salts freely, and each
-# salt takes half a megabyte with its index.
+# Maximum number of earlier output tokens that are kept per salt.
 HISTORY_TOKENS: Final = 1 << 14
+# Maximum number of salts. Clients choose salts freely, and each salt takes half a megabyte with its index.
 HISTORY_SALTS: Final = 64
 # Number of tokens that remain when a full history is cut. Cuts are rare, because the remaining tokens must be indexed
 # again.
@@ -108,7 +108,7 @@ class OutputHistory:
 
 def _guess(held: Tokens, at: int, match: int, most: int, source: DraftSource) -> LookupGuess | None:
     count = min(most, match)
-    # A draft that reaches the end of the text continues with the draft's own beginning.
+    # A draft that would extend beyond the end of the text starts again with the draft's own beginning.
     period = len(held) - 1 - at
     tokens = [int(held[at + 1 + step % period]) for step in range(count)]
     if BREAK in tokens:

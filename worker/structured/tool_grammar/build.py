@@ -89,7 +89,7 @@ def rest_of_call(family: str, calls: Calls, marks: MarkupTokens) -> CallGrammar:
     return CallGrammar(lark.source(HEADS[family].rest(lark, tool)), unheld=frozenset(lark.unheld))
 
 
-# Minimum length of a trigger: shorter markers are ordinary punctuation.
+# Minimum length of a trigger, because shorter markers are ordinary punctuation.
 _TRIGGER_MIN_CHARS: Final = 4
 
 
@@ -113,7 +113,7 @@ def _format(family: str, marks: MarkupTokens) -> CallFormat:
     if family == "pythonic" or not grammar.formats:
         assert grammar.opening is not None
         return grammar.opening
-    # Llama's format is for code if a family has other formats, too.
+    # Llama's format is for code in families that also have other formats.
     usual = [form for form in grammar.formats if not isinstance(form, LlamaCalls)] or grammar.formats
     known = [form for form in usual if any(marks.has(start) for start in form.starts)]
     if not known and isinstance(grammar.opening, PythonCalls):
@@ -166,7 +166,8 @@ def _message(
         header = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
         calls = [f"{lark.text(header.format(tool.name))} {whole_json(lark, tool)}" for tool in tools]
     if lark.marks.is_plain(opening):
-        # The end of the reasoning cannot be distinguished from its text if it is not a control token.
+        # The end of the reasoning cannot be distinguished from its text, because the markup after it has no control
+        # tokens.
         return CallGrammar(lark.source(either(calls)), value_ends, ends, unheld=frozenset(lark.unheld))
     reasoning = f"({lark.text(thought)} {lark.ordinary()} {lark.text(opening)})?"
     text = lark.source(f"{reasoning} {either(calls)}")

@@ -8,9 +8,9 @@ from worker.structured.tool_grammar.lark import Lark
 from worker.structured.tool_grammar.schemas import ToolSchema
 from worker.structured.tool_grammar.values import PYTHON, Values, whole_json
 
-# Separators of a JSON call: after the key "name", and between the name and the next key.
+# Pairs of separators in a JSON call: the first follows the key "name", the second separates the name from the next key.
 _JSON_GAPS: Final = ((": ", ", "), (":", ","), (": ", ","), (": ", ",\n"), (": ", ",\n  "), (": ", ",\n    "))
-# Header text between the function name and the body of a Harmony message.
+# Texts that may stand between the function name and the body of a Harmony message.
 _HARMONY_HEADERS: Final = (
     " <|constrain|>json", "<|constrain|>json", " json", "", " code",
     "<|channel|>commentary <|constrain|>json", "<|channel|>commentary json",

@@ -62,9 +62,8 @@ def anything(tool: ToolSchema) -> ToolSchema:
 
 
 def closed(schema: Any, depth: int = 0) -> Any:
-    """Return the same schema without undeclared parameters, and with integers limited to those that JSON clients
-    represent.
-    """
+    """Return the schema without undeclared parameters. Integers are limited to those that JSON clients can
+    represent."""
     if isinstance(schema, list):
         return [closed(item, depth + 1) for item in cast("list[Any]", schema)]
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:

@@ -79,7 +79,7 @@ class _XmlWriter:
         at = 1 if family in _SECOND_WRAP else 0
         self._wrap = form.wrap[at] if form.wrap else ""
         self._wrap_end = form.wrap_end[at] if form.wrap_end else ""
-        # Texts that would also end a value, so no value may contain them.
+        # No value may contain these texts, because the parser would end the value there.
         self._banned = (
             form.param_end, form.call_end, *form.wrap_end, "\n" + form.param, *(("<![CDATA[",) if form.cdata else ()),
         )  # fmt: skip
@@ -91,7 +91,7 @@ class _XmlWriter:
         ends = (*wrap_end, look.after + form.call_end, form.call_end)
         numbers = MAX_NUMBERED_CALLS if look.is_numbered else MAX_CALLS
         if not form.call or not self._wrap:
-            # There is only one level of tags: the wrapper is the call, or the format has no wrapper.
+            # Without a wrapper or a call marker, the format has only one level of tags.
             start = self._wrap or form.call
             one = self._call(tools, 0)
             return Shape(
@@ -100,7 +100,7 @@ class _XmlWriter:
         opening = lark.text(look.wrap + form.call)
         first = f"{opening} {self._call(tools, 0)}"
         if look == _QWEN:
-            # Each wrapper holds one call.
+            # Qwen's format writes a wrapper around each call.
             one = f"{first} {lark.text(look.end + self._wrap_end)}"
             more = lark.rule(f"{lark.text(chr(10) + self._wrap)} {one}")
             return Shape(self._wrap, one, (more,) * numbers, value_ends=values, ends=ends)
@@ -115,7 +115,7 @@ class _XmlWriter:
         """Return the expression of one call, without its start marker and up to its end."""
         lark, form, look = self._lark, self._form, self._look
         name = look.name.replace("{name}", tool.name).replace("{index}", str(index + 1))
-        # A line break or the first parameter ends the head in some families.
+        # In some families, a line break or the first parameter ends the head.
         head_end = "" if form.head_end[0] == "\n" else form.head_end[0]
         params = [self._param(tool, key, schema) for key, schema in lark.parameters(tool).items()]
         return f"{lark.text(name + head_end + look.head)} {' '.join(params)} {lark.text(form.call_end)}"

@@ -91,7 +91,8 @@ class Values:
     def members(self, properties: Schema, required: frozenset[str], key: str) -> str:
         """Return the rule of properties in order, separated by commas; `key` is the format of a key, such as `{}=`."""
         comma = self._lark.text("," + self._style.space)
-        # The loop runs backwards: `after` is the rest after a written property, `first` the rest before any property.
+        # The loop runs backwards. `after` is the rest after a written property, `first` is the rest if no property is
+        # written yet.
         after, first = "", ""
         for name, schema in reversed(list(properties.items())):
             pair = f"{self._lark.text(key.format(name))} {self.value(schema)}"

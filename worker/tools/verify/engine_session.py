@@ -93,7 +93,8 @@ class EngineSession:
 
     def _next_wave(self) -> None:
         if not self._waves:
-            # The engine queues the last rows' cache entries for the disk only after this point.
+            # The engine queues the last rows' prefixes for the disk only after this point, so another thread waits for
+            # the writes.
             threading.Thread(target=self._stop_when_written, daemon=True).start()
             return
         wave = self._waves.pop(0)

@@ -14,8 +14,9 @@ from worker.embedding.prepare import Preparer
 
 # Lengths of the inputs in words: equal, nearly equal, and very different.
 _WORDS: Final = (8, 8, 8, 9, 40, 44, 150, 3)
-# Tolerances for float32, and for 16 bits or quantized weights: kernels round differently by the shape of a pass.
+# Maximum difference of results in float32, because kernels round differently by the shape of a pass.
 _FLOAT32_TOLERANCE: Final = 1e-5
+# Maximum difference of results in 16 bits or with quantized weights.
 _LOW_PRECISION_TOLERANCE: Final = 0.02
 
 

@@ -16,13 +16,14 @@ from worker.vision.samples import picture
 
 PARTS: Final = (0.02, 0.15, 0.5, 1.0)
 SHARED_PART: Final = 0.375
-# Number of rows and their tokens. Such rows outgrow the estimate of admission, so that one is preempted if memory is
-# short. The first part of their output is given, so that the generated part crosses the limit.
+# Number of rows in the crowd. They outgrow the estimate of admission, so that one row is preempted if memory is short.
 CROWD: Final = 3
+# Number of prompt tokens of each row.
 CROWD_PROMPT: Final = 240
+# Number of output tokens that are given, so that the generated tokens cross the limit.
 CROWD_GIVEN: Final = 250
 CROWD_OUTPUT: Final = 290
-# Sparse prompts keep eight of their ten blocks.
+# Number of sparse prompts, each of which keeps eight of its ten blocks.
 SPARSE_ROWS: Final = 3
 SPARSE_PROMPT: Final = 10 * BLOCK_TOKENS
 SPARSE_KEEP: Final = 0.8
