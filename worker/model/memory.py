@@ -281,7 +281,7 @@ def measure() -> Memory:
 
 
 def allowed(spec: WorkerSpec) -> int:
-    """the C library is another one than glibc"""
+    """Return the bytes that this process may use: those of the specification, or the whole machine's."""
     return spec.memory_bytes or psutil.virtual_memory().total
 
 
