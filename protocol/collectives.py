@@ -59,8 +59,8 @@ def environment(
 ) -> Environment:
     """Return the environment of one rank. Raises `CannotConnect`.
 
-    `links` are addresses `ip:port` by rank, several per rank for parallel links; `devices` has for each rank its RDMA
-    device towards each rank, empty for none and for itself; `coordinator` is `ip:port` of rank 0.
+    `links` are addresses `ip:port` by rank, several per rank for parallel links. `devices` has a list for each rank,
+    with its RDMA device towards each other rank; an empty entry means no device. `coordinator` is `ip:port` of rank 0.
     """
     if not 0 <= rank < size:
         raise CannotConnect(f"rank {rank} of {size}")

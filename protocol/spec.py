@@ -18,7 +18,7 @@ DEFAULT_MAX_RUNNING: Final = 16
 class HostSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Host of one rank: its ssh destination, and the addresses where the rank listens.
 
-    `devices` are its RDMA devices towards each rank, empty for its own.
+    `devices` are the rank's RDMA devices towards each rank; the entry for the rank itself is empty.
     """
 
     ssh: str

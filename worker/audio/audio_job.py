@@ -31,7 +31,7 @@ class AudioJob(QueuedJob):
     heard_s: float = 0.0
     # Bytes of samples that the job holds until it ends.
     sample_bytes: int = 0
-    # Number of tokens that the client has from an earlier worker: this many are computed again, and not sent.
+    # Number of tokens that the client has from an earlier worker; they are computed again, but not sent.
     left_out: int = 0
     output_tokens: int = 0
 

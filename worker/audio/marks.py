@@ -4,7 +4,7 @@ import re
 import unicodedata
 from typing import Any, Final
 
-# Matches punctuation. Added tokens without any, of letters and spaces only, are text.
+# Matches punctuation. An added token of letters and spaces only is ordinary text.
 _PUNCTUATION: Final = re.compile(r"[^\w\s]")
 
 

@@ -123,9 +123,8 @@ def _load(file: Path) -> dict[str, mx.array]:
 
 
 def _decoder_classes(config: dict[str, Any]) -> tuple[type[Any], Any]:
-    """Return mlx-lm's class, for checkpoints that may contain the bare transformer, without name prefix and output
-    layer.
-    """
+    """Return mlx-lm's class and its arguments class, for checkpoints that may contain only the transformer: their
+    weight names lack a prefix, and the output layer is missing."""
     classes: tuple[Any, Any] = _get_classes(config)
     model, arguments = classes
 

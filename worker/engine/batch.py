@@ -357,7 +357,7 @@ class Batch:
             row.stats.accepted += accepted
 
     def settle(self) -> None:
-        """Store the KV of rows that ended. `step` leaves this, so that their clients get the answers first."""
+        """Store the KV of rows that ended. `step` does not do this itself, so that clients get their answers first."""
         ended, self._ended = self._ended, []
         with mx.stream(generation_stream):
             for sequence in ended:

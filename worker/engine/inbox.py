@@ -35,8 +35,8 @@ class WakeUp(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AdapterOrder:
-    """Command to have exactly these adapters, by name and folder; `read` has the files of the new adapters, or why they
-    failed."""
+    """Command to have exactly these adapters, by name and folder. `read` maps each new adapter to its files, or to its
+    failure."""
 
     call_id: int
     wanted: tuple[tuple[str, str], ...]

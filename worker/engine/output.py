@@ -135,7 +135,8 @@ def _release(out: RowText, is_stopped: bool) -> tuple[TokenLogprob, ...] | None:
 
 
 def _note_control(out: RowText, text: str, content: str) -> None:
-    """Pass the position of the token's text to the parser, or the fact that this tokenizer does not reveal it."""
+    """Report the position of a control token to the parser. If the tokenizer's text does not show the position, tell
+    the parser to ignore control tokens."""
     if out.parser is None:
         return
     if text.endswith(content):

@@ -252,7 +252,7 @@ class Row:
 
 
 class Context(TokenBuffer):
-    """Tokens of a row for its processors, with those of a draft until it is verified."""
+    """Tokens of a row for its processors, plus the tokens of a draft until the draft is verified."""
 
     def shorten(self, count: int) -> None:
         """Remove the newest tokens."""

@@ -31,7 +31,8 @@ class ScoredRows:
         self.rows.append(SequenceGroup([sequence], caches))
 
     def due(self, *, is_alone: bool) -> list[SequenceGroup]:
-        """Return the rows whose turn it is: all of them, or one at a time while other rows generate and wait for it."""
+        """Return the rows whose turn it is: all rows, or only one of them while other rows generate and are delayed by
+        it."""
         if is_alone or not self.rows:
             return list(self.rows)
         self.rows = [*self.rows[1:], self.rows[0]]

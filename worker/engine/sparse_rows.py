@@ -28,7 +28,8 @@ class SparseRows:
         return self._chooser.nbytes if self._chooser is not None else 0
 
     def needs(self, row: Row) -> int:
-        """Return the bytes of KV in use beyond the row's own while its tokens are selected."""
+        """Return the bytes of KV that the draft model needs until it has selected the row's tokens, or needs for its
+        current prompt."""
         if self._chooser is None or not row.keep or row.kept is not None:
             return self.nbytes
         return self._chooser.needs(len(row.prompt))

@@ -130,7 +130,7 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
         path=path,
         model_type=str(config.get("model_type", "")),
         vocab_size=vocab_size,
-        # A position table may have fewer rows than the vocabulary, but no token ids index it.
+        # A position table may have fewer rows than the vocabulary, but token ids never index it.
         table_rows=min((rows for rows in tables if rows >= vocab_size), default=vocab_size),
         max_context=_context(config, model, tokenizer, spec.context),
         eos_ids=eos_ids,

@@ -16,7 +16,7 @@ from protocol.stats import BLOCK
 from worker.prefix_cache.radix_tree import RadixNode, Tokens
 from worker.prefix_cache.salts import adapter_number
 
-# vLLM's name for the memory of a block.
+# vLLM's name for the memory that holds a block.
 MEDIUM: Final = "GPU"
 
 

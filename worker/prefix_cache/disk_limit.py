@@ -65,7 +65,7 @@ class FolderOwner(msgspec.Struct, frozen=True):
 
     @property
     def owner(self) -> str:
-        """Prefix that the names of this owner's marks have in all forms."""
+        """Prefix of the names of this owner's marks. It is the same for every form of KV."""
         return _MARK + hashlib.blake2b(msgspec.json.encode((self.name, self.root)), digest_size=8).hexdigest() + "."
 
     @property
@@ -94,7 +94,8 @@ class Stale:
 
 @dataclass(frozen=True, slots=True)
 class DiskQuota:
-    """Reserved file with a temporary name; `is_counted` is set if all files were listed to make room."""
+    """Reservation of space for a file with a temporary name. `is_counted` is set if making room required a list of all
+    files."""
 
     temp: Path
     is_counted: bool

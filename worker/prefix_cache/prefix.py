@@ -1,7 +1,7 @@
 """Prefix cache: KV of earlier sequences, in memory and on disk.
 
 Models with only sliceable layers reuse any number of tokens; others reuse up to the deepest checkpoint on the path.
-Evicted KV can be read back if it was written. Other threads read it, and a `Ticket` tracks the reads.
+Evicted KV can be read back if it was written to disk. Other threads do these reads, and a `Ticket` tracks them.
 """
 
 import time

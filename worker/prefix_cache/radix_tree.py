@@ -207,8 +207,8 @@ class Tree:
         return True
 
     def cover(self, node: RadixNode, caches: Sequence[Any]) -> None:
-        """Complete the windows before a checkpoint. Their tokens may be missing in an edge that was split off or
-        computed as a part of a longer edge, which has only its own last tokens."""
+        """Store the missing KV of windowed layers before a checkpoint. An edge only has the last tokens of these
+        layers, so KV is missing in an edge that was split off or was computed as a part of a longer edge."""
         if self.covers(node):
             return
         begin = node.end - max(size for size, _ in self.layout.windows)
@@ -276,7 +276,8 @@ class Tree:
                 self._detach(node)
 
     def place(self, entry: DiskEntry, above: RadixNode | None) -> RadixNode:
-        """Add a file on disk below the node at which its parent's tokens end. Returns the node at which its own end."""
+        """Add a file on disk below the node at which its parent's tokens end. Return the node at which the file's own
+        tokens end."""
         node = above or self._roots.setdefault(entry.salt, RadixNode(EMPTY, 0, None))
         while node.begin >= entry.begin and node.parent is not None:
             node = node.parent

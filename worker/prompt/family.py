@@ -34,7 +34,7 @@ class ModelFamily:
             )
         except UnknownFamily as error:
             raise LoadFailed(Code.BAD_CONFIG, str(error)) from error
-        # For a template without tools, the tools are written as text in the format that the `hermes` parser reads.
+        # Tools for a template without tools are written as text, in the format that the `hermes` parser reads.
         self.tool_family = self.family if knows_tools and has_calls(self.family) else "hermes"
         self.closing_ids = _ids(loaded, self._closing())
         # If a tool call is required, the reasoning must be followed by a message to a tool.
@@ -56,8 +56,8 @@ class ModelFamily:
         return structs.replace(prompt, effort=least) if least else prompt
 
     def thinking_budget(self, prompt: ChatPrompt, wanted: int | None) -> int | None:
-        """Return the thinking budget in tokens. If the template cannot disable thinking, the budget is 0 when it should
-        be off.
+        """Return the thinking budget in tokens. If a request disables thinking but the template cannot, the budget is
+        0.
 
         Prompts with tools are excepted in families that write messages: closing the message of reasoning would also
         decide that no tool is called.
@@ -70,7 +70,8 @@ class ModelFamily:
         """Make the parser of one answer, and return whether the answer begins inside reasoning.
 
         The ids of the answer's calls derive from `id_seed`, so that a successor of this worker generates the same ids.
-        `is_ruled`: a grammar matches characters, regardless of tokens, so the parser of its output must do the same.
+        With `is_ruled`, a grammar matches characters regardless of tokens, so the parser of its output must do the
+        same.
         """
         is_reasoning = start_in_reasoning(self.family, rendered)
         parser = make_parser(

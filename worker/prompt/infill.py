@@ -67,7 +67,7 @@ class InfillPrompts:
     def __init__(self, tokenizer: Any, encoder: PromptEncoder, vocab_size: int) -> None:
         self._encoder = encoder
         self._vocabulary: Mapping[str, int] = tokenizer.get_vocab()
-        # A tokenizer may have more tokens than the model.
+        # Number of ids that the model knows; a tokenizer may have more.
         self._vocab_size = vocab_size
         known = (form for form in _forms() if all(self._id(token) is not None for token, _ in form.order))
         self._form = next(known, None)

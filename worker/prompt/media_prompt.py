@@ -51,7 +51,7 @@ class MediaPrompts:
     def __init__(
         self, processor: Processor, renderer: Renderer, placeholders: Mapping[str, int], in_space: bool
     ) -> None:
-        """`in_space`: the model's positions have axes of time, height and width."""
+        """`in_space` means that the model's positions have axes of time, height and width."""
         self.processor = processor
         self.renderer = renderer
         self._placeholders = dict(placeholders)

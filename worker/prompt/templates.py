@@ -315,7 +315,8 @@ class Renderer:
         return False
 
     def _loses_system(self, adapt: Callable[[Messages], Messages]) -> bool:
-        """Return whether the template silently drops a second system message, or one that is not before a question."""
+        """Return whether, with this rewrite, the template silently drops a system message: one within a chat, or one
+        before calls."""
         system = {"role": "system", "content": "words1"}
         later = [{"role": "system", "content": "words2"}, {"role": "user", "content": "y"}]
         turns: list[Messages] = [[_QUESTION, *later], [system, _QUESTION, *later]]

@@ -62,7 +62,7 @@ class Scores:
 def scored_top(request: Generate, tokens: int) -> int | None:
     """Return the number of top tokens to score at each position of a prompt; None if no scores are needed.
 
-    A resumed sequence with output was scored before the output began.
+    A resumed sequence with output needs none, because its prompt was scored before the output began.
     """
     echoed = request.top_logprobs if request.echo and request.echo_scored < tokens else None
     reported = request.prompt_logprobs if request.prompt_scored < tokens else None

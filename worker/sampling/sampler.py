@@ -72,7 +72,7 @@ class RowSampler:
         return self._sample(rows, logprobs, 0)
 
     def guess(self, rows: Sequence[SampledRow], logits: Any, offset: int) -> mx.array:
-        """Sample ids `[rows]` from logits `[rows, vocab]`, `offset` positions after the rows' next.
+        """Sample ids `[rows]` from logits `[rows, vocab]` for the positions `offset` after each row's next position.
 
         The noise is the same as for the row's own token at that position, so two models that nearly agree draw the same
         ids.

@@ -114,7 +114,7 @@ class GrammarWalk:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text so far is a complete match."""
+        """Whether the text so far completely matches the grammar."""
         return self._matcher.is_accepting()
 
     def fits(self, tokens: Sequence[int]) -> bool:

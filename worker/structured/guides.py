@@ -19,8 +19,8 @@ from worker.structured.finish_early import EarlyFinish
 class Prologue:
     """Text allowed before the constrained text.
 
-    `ends`: the markers after which the answer begins. `is_open`: the answer begins only after one of `ends`; until then
-    the row is free, but may not end. `openers`: tokens that open a free block if they come first.
+    `ends` are the markers after which the answer begins. With `is_open`, the answer begins only after one of them;
+    until then the row is free, but may not end. `openers` are tokens that open a free block if they come first.
     """
 
     ends: tuple[bytes, ...] = ()
@@ -111,7 +111,8 @@ class Guide:
         return allowed
 
     def _finish(self, finish: EarlyFinish, allowed: Allowed) -> Allowed:
-        """Return a mask of only the next token of an early finish; `allowed` itself if no token leads to the end."""
+        """Return a mask that allows only the next token of an early finish. Return `allowed` itself if no token leads
+        to the end."""
         way = self._finishing or finish.way(self._walk, allowed)
         if not way:
             return allowed
@@ -145,7 +146,7 @@ class Guide:
             self._release()  # the marker was ordinary text
 
     def _release(self) -> None:
-        """Leave the text free until the next marker."""
+        """Stop constraining the text until the next marker."""
         self._walk, self._is_free, self._tail = self._rule.grammar.walk(), True, b""
 
     def _is_gap(self, token: int) -> bool:
@@ -210,6 +211,6 @@ class Rules:
         return Prologue((final.encode(),), is_open=True)
 
     def _single(self, markers: Sequence[str]) -> tuple[int, ...]:
-        """Return the ids of those markers that are a single token, and one that the model can generate."""
+        """Return the ids of those markers that are a single token which the model can generate."""
         ids = (self._vocabulary.get(marker) for marker in markers)
         return tuple(at for at in ids if at is not None and at < len(self._anything))

@@ -81,9 +81,8 @@ class Masks:
                 work.accepted = 0
 
     def accept(self, work: "MaskWork", agreed: int) -> int:
-        """Continue after `agreed` tokens of a row's draft, or as many as have masks. Return the number of accepted
-        tokens.
-        """
+        """Continue after `agreed` tokens of a row's draft, or after as many of them as have masks. Return the number of
+        accepted tokens."""
         # Tokens that were sampled without a mask do not count.
         work.accepted = min(agreed, len(work.states) - 1) if work not in self._late and work.is_ready else 0
         return work.accepted

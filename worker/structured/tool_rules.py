@@ -92,7 +92,7 @@ class ToolRules:
         marks = self._known_marks()
         compiled = self._compile(lambda calls: call_grammar(self._family, calls, marks, prompt_end), calls, strict)
         is_messages = isinstance(FAMILIES[self._family].grammar, Channels)
-        # In families that write messages, the grammar already includes the reasoning.
+        # The grammar already includes the reasoning in families that write messages.
         prologue = Prologue() if is_messages else self._rules.prologue(prompt_end)
         rule = self._rules.of_grammar(compiled.grammar, prologue)
         return replace(rule, finish=compiled.finish, room=room, reserve=compiled.reserve)

@@ -130,7 +130,7 @@ def text_names(names: Iterable[str]) -> list[dict[str, str]]:
 
 
 def _plain(name: str) -> str:
-    """Return `model.layers…` and `lm_head…`, the names in classes of text models."""
+    """Return the name of a weight in classes of text models, such as `model.layers…` or `lm_head…`."""
     short, count = _TEXT.subn("model.", name)
     return short.removeprefix("model.") if count and short.startswith("model.lm_head.") else short
 

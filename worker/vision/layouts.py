@@ -45,8 +45,8 @@ class Expansion:
 class MediaLayout:
     """Layout of one family of processors; each family is a subclass.
 
-    Some families resize an image to `bounds` themselves; for the others, which keep an image's size, it is scaled
-    first.
+    Some families resize an image to `bounds` themselves. Other families keep an image's size, so the image is scaled
+    before its layout.
     """
 
     # Sampling of a clip's frames; None for families that take no clips, which get the frames as images.
@@ -80,7 +80,7 @@ class MediaLayout:
         return arrays(self.images([image]))
 
     def clip(self, _width: int, _height: int, _seconds: Sequence[float], _rate: float) -> Expansion:
-        """Lay out the frames of a clip: their times in seconds, and the rate at which they were sampled."""
+        """Lay out the frames of a clip, given the frames' times in seconds and the rate at which they were sampled."""
         raise NotImplementedError
 
     def clip_inputs(self, frames: list[Image.Image], _count: int) -> Inputs:

@@ -221,8 +221,8 @@ class _PerLayer(_Merging):
 class _Rope(_Merging):
     """Rotary embedding in time, height and width.
 
-    In text, all three advance together, which equals the plain embedding at an offset shifted by the media before the
-    text.
+    In text, the positions on all three axes advance together. This equals the plain embedding at an offset shifted by
+    the media before the text.
     """
 
     def __init__(self, rope: Any, merge: MultimodalMerge, mrope: Mrope) -> None:

@@ -56,7 +56,7 @@ class Needs:
     """Requirements of one checkpoint. `placeholders` are ids by kind of medium; `block` names the layers in which
     tokens of a medium attend to each other.
 
-    `closing` are ids, by kind, of the token after a medium; the tower embeds it as its last row. `by_columns`: the
+    `closing` are ids, by kind, of the token after a medium; the tower embeds it as its last row. With `by_columns`, the
     tower returns the features of a square image by column.
     """
 

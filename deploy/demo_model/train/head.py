@@ -114,8 +114,9 @@ class Head(nn.Module):
     def forward(self, embeds: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, conversation: Tensor) -> list[Tensor]:
         """Return the head's states for each token of a draft, each `(windows, slots, hidden)`.
 
-        The input of slot s is the hidden state s and the token s + 1. In step m, the input is that token and the head's
-        own state of the slot before at step m - 1, because the draft began m slots before.
+        The input of slot s is the hidden state s and the token s + 1. From step 1 on, the hidden state is replaced by
+        the head's own state at slot s - 1 of the step before, because step m belongs to a draft that began m slots
+        earlier.
         """
         states, past = list[Tensor](), list[tuple[Tensor, Tensor]]()
         embeds = self.pre_fc_norm_embedding(embeds)

@@ -223,7 +223,7 @@ class Broker:
     def _delay_s(self, wake_at: float | None) -> float | None:
         if self._returns:
             return RETURN_POLL_S
-        # The messages of a worker that frees memory go to the link, which does not set `_changed`.
+        # A worker reports freed memory to the link, which does not set `_changed`, so the broker polls.
         if any(
             allocation.shrinking_to is not None or allocation.gated_at is not None
             for allocation in self.allocations.values()

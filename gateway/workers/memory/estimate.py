@@ -29,7 +29,8 @@ KV_PART: Final = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Memory need of a model in bytes: `least` is the minimum, `floor` the usual grant, `most` the limit with loan."""
+    """Memory need of a model in bytes: `least` is the minimum, `floor` the usual grant, `most` the limit including a
+    loan."""
 
     weights: int
     least: int

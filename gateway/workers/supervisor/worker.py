@@ -228,7 +228,8 @@ class Worker(WorkerHandle):
         incarnation.admission = self._start_task(incarnation.wait_for_memory(spec))
 
     def _on_adopt(self, command: inbox.AdoptProcess) -> None:
-        """Adopt a worker of an earlier gateway. It serves once it has sent Ready and Drained, or is replaced."""
+        """Adopt a worker of an earlier gateway. It serves once it has sent Ready and Drained; otherwise it is
+        replaced."""
         self.incarnation = self._new_incarnation(command.epoch)
         self.incarnation.adopt(command.process)
         self._enter(State.STARTING)

@@ -43,7 +43,7 @@ SAMPLE_TOKENS: Final = SHORT_PROMPT_TOKENS + LONG_PROMPT_TOKENS
 _SAMPLE_TEXT: Final = (
     "The river was low that summer, and the people of the town walked across it on stones to the market."
 )
-# With three tokens, the short prompt's row decodes together with the long one's in every mode.
+# The short prompt's row generates three tokens, so that it decodes together with the long one's in every mode.
 OUTPUT_TOKENS: Final = 3
 # A chunk of this size holds each of the two prompts completely.
 _WHOLE_PROMPT_TOKENS: Final = 16

@@ -11,7 +11,7 @@ import numpy as np
 
 from protocol.experts import ExpertLayer, ExpertTensor
 
-# NumPy has no bfloat16 and MLX cannot make it from bytes, so both use integers of the same width.
+# NumPy has no bfloat16, so the bytes of bfloat16 arrays are handled as integers of the same width.
 _DTYPES: Final[dict[str, tuple[Any, Any]]] = {
     "float32": (np.float32, mx.float32),
     "float16": (np.float16, mx.float16),

@@ -47,7 +47,7 @@ class ParserContext:
 
 
 class CallFormat(Protocol):
-    """Notation of tool calls. Frozen and shared by all parsers."""
+    """Notation of tool calls. Objects are frozen, and shared by all parsers."""
 
     @property
     def starts(self) -> tuple[str, ...]:
@@ -56,7 +56,7 @@ class CallFormat(Protocol):
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Return the markers that end a broken call; without any, text follows it directly."""
+        """Return the markers that end a broken call. If there are none, text follows the broken call directly."""
         ...
 
     def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
@@ -106,7 +106,7 @@ def _break_off(ctx: ParserContext, form: CallFormat, is_unclosed: bool) -> Steps
 
 
 def checked(name: str) -> str:
-    """Return `name` if it is well-formed; only that distinguishes a call from prose. Raises `Malformed`."""
+    """Return `name` if it is well-formed, because a malformed name means that the text is prose. Raises `Malformed`."""
     name = name.strip().strip("\"'")
     if not _NAME.fullmatch(name):
         raise Malformed

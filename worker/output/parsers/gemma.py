@@ -16,7 +16,7 @@ _NAME_ENDS: Final = markers("{", "\n", "<", "(")
 class GemmaCalls:
     """Notation of one or more calls. After the marker, models may omit the word `call`, the colon or both.
 
-    `bare`: the marker itself is missing, so the word and a declared name are required.
+    With `bare`, the marker itself is missing, so the word `call` and a declared name are required.
     """
 
     starts: tuple[str, ...]

@@ -19,8 +19,9 @@ _KNOWN: Final = _NAMES | _ARGUMENTS | _IDS | {"type"}
 class JsonCalls:
     """Notation of one object or a list of objects, after one of `starts`.
 
-    `bare`: the marker is part of ordinary JSON, so a known first key, both fields and a declared name are required.
-    `late`: the id follows the arguments, so a call is announced at its end. `keyed`: objects are `{name: arguments}`.
+    With `bare`, the marker is part of ordinary JSON, so a known first key, both fields and a declared name are
+    required. With `late`, the id follows the arguments, so a call is announced at its end. With `keyed`, objects are
+    `{name: arguments}`.
     """
 
     starts: tuple[str, ...]

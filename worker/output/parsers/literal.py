@@ -40,7 +40,7 @@ _HEX_ESCAPES: Final = {"x": 2, "u": 4, "U": 8}
 class LiteralSyntax(NamedTuple):
     """Notation of values. `delimiter` quotes a raw string (Gemma). `bare` allows keys and values without quotes.
 
-    `is_python`: the value is part of a Python call, whose strings may contain unescaped quotes.
+    With `is_python`, the value is part of a Python call, whose strings may contain unescaped quotes.
     """
 
     delimiter: str = ""

@@ -82,9 +82,8 @@ class Parser:
         return self._out.drain()
 
     def finish(self, is_cut: bool = False) -> list[Event]:
-        """End the output and return the events of all held text. `is_cut`: the output was ended by a limit or stop, not
-        by the model.
-        """
+        """End the output and return the events of all held text. `is_cut` means that a limit or stop ended the output,
+        not the model."""
         if self._is_over:
             return []
         self._r.ended, self._r.is_cut = True, is_cut

@@ -16,9 +16,8 @@ _KEYWORDS_BEGUN = re.compile(r"\(\s*(?:\w+\s*=?)?")
 
 @dataclass(frozen=True, slots=True)
 class PythonCalls:
-    """Notation of a list of calls: in brackets or, between markers, one call per line. `bare`: the list is the whole
-    message.
-    """
+    """Notation of a list of calls: in brackets or, between markers, one call per line. With `bare`, the list is the
+    whole message."""
 
     starts: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()

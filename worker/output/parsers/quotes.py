@@ -23,8 +23,8 @@ _CONSTANTS: Final = frozenset({"True", "False", "None", "true", "false", "null",
 def ends_string(r: MarkupReader, levels: str, is_key: bool) -> Steps[bool]:
     """Return whether the next quote ends its string. Consumes nothing.
 
-    `levels` are the brackets that close the open levels; the first is the call's. `is_key`: a colon may follow. Raises
-    `Malformed` if the string is part of an expression.
+    `levels` are the brackets that close the open levels; the first is the call's. With `is_key`, a colon may follow.
+    Raises `Malformed` if the string is part of an expression.
     """
     at, char = yield from _skip(r, 1)
     if char and char in "+%.":

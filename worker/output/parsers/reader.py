@@ -112,7 +112,7 @@ class MarkupReader:
         return text
 
     def peek(self, size: int = 1) -> Steps[str]:
-        """Return the next `size` characters, fewer only at the end of the text. Consumes nothing."""
+        """Return the next `size` characters, or all remaining ones if the text ends before. Consumes nothing."""
         while len(self.buf) - self.at < size and not self.ended:
             yield
         return self.buf[self.at : self.at + size]
@@ -172,7 +172,8 @@ class MarkupReader:
         return 0, ""
 
     def _genuine(self, words: MarkerSet, found: re.Match[str]) -> str:
-        """Return the longest of `words` at this match whose control tokens were generated as such."""
+        """Return the longest of `words` at this match. A word counts only if its control tokens were generated as
+        such."""
         if not self.controls:
             return found[0]
         start = found.start()

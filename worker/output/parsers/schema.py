@@ -164,7 +164,7 @@ def _member(schema: Schema, key: str) -> list[Any]:
 
 
 def _types(found: Any, root: Schema, depth: int, seen: set[str]) -> Types | None:
-    """Return the types of a schema; None for a reference that was already followed, which adds none."""
+    """Return the types of a schema. Return None for a reference that was already followed, because it adds no types."""
     schema = mapping(found)
     if depth > _MAX_DEPTH:
         return ANY

@@ -22,7 +22,8 @@ _END_OF_TURN: Final = (
 class Think:
     """Markup of reasoning. `prefix` is a line that may follow the start marker and belongs to the markup.
 
-    `is_explicit`: the model always writes the start itself, so an end without a start is noise.
+    With `is_explicit`, the model always writes the start marker itself, so an end marker without a start has no
+    meaning.
     """
 
     starts: tuple[str, ...]
@@ -36,8 +37,8 @@ class MarkupGrammar:
     """Markup of a family. `drop` is markup without meaning; `opening` is a call format that is tried where content
     begins.
 
-    `tool_ends_think`: a call inside reasoning ends it `always`, only at the beginning of a `line`, or `never` (the call
-    is part of the reasoning).
+    `tool_ends_think` says when a call inside reasoning ends the reasoning: `always`, only at the beginning of a `line`,
+    or `never`, where the call is part of the reasoning.
     """
 
     formats: tuple[CallFormat, ...] = ()

@@ -18,9 +18,9 @@ from mlx_vlm.speculative.drafters.qwen3_dflash.dflash import DFlashAttention
 class BlockMask:
     """Range of tokens that a token of a block attends to.
 
-    A token attends to the last `window - 1` tokens of the context, or to all of them, and to the whole block, or with
-    `is_causal` to the block up to itself. With `is_own` the window ends at each token, otherwise at the beginning of
-    the block.
+    In the context, a token attends to the last `window - 1` tokens, or to all if there is no window. In the block, a
+    token attends to all tokens, or with `is_causal` only up to itself. With `is_own` the window ends at each token,
+    otherwise at the beginning of the block.
     """
 
     window: int | None = None

@@ -100,7 +100,7 @@ class ModelDrafts(CachedProposer):
         return self._drawn(with_vocab(logits[:, 0], self._vocab), position)
 
     def _place(self, row: DraftedRow, text: Tokens) -> None:
-        """Put a row with few unread tokens into the batch; process a row with many alone first."""
+        """Put a row into the batch. If it has many unread tokens, they are first processed alone."""
         shared = max(MAX_SHARED_TOKENS, MAX_SHARED_TOTAL_TOKENS // max(1, len(self._rows.rows)))
         if row in self._rows.rows:
             if len(text) - row.draft.done > shared:

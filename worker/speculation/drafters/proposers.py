@@ -104,7 +104,7 @@ def _assistant_drafts(model: Any, path: Path) -> tuple[Proposer, int]:
     core, caches = text_core(model), make_caches(model)
     if any(type(cache) not in (KVCache, RotatingKVCache) for cache in caches):
         raise ValueError("it reads the target's KV, which is quantized, or of another kind")
-    # For each attention type, the assistant uses the last layer among those that have KV of their own.
+    # The assistant uses the last layer of each attention type, among the layers that have KV of their own.
     layers = {str(layer.layer_type): at for at, layer in enumerate(core.layers[: len(caches)])}
     assistant, own_bytes = Assistant.load(path, model, layers, _vocab(model), core.norm.weight.dtype)
     drafts = AssistantDrafts(assistant)

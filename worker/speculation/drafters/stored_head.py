@@ -95,7 +95,7 @@ def _read(path: Path, kind: str, sizes: Mapping[str, Any]) -> StoredHead | None:
 def _weights(
     form: HeadForm, files: Sequence[TensorFile], sizes: Mapping[str, Any]
 ) -> tuple[dict[str, mx.array], set[str]]:
-    """Return the weights of one format, by their names without the prefix, and the frameworks of their files."""
+    """Return the weights of one format, by their names without the prefix, and the frameworks that the files name."""
     prefixes = [prefix.format(layers=sizes.get("num_hidden_layers")) for prefix in form.prefixes]
     weights: dict[str, mx.array] = {}
     frameworks: set[str] = set()

@@ -91,7 +91,7 @@ class _XmlWriter:
         ends = (*wrap_end, look.after + form.call_end, form.call_end)
         numbers = MAX_NUMBERED_CALLS if look.is_numbered else MAX_CALLS
         if not form.call or not self._wrap:
-            # Without a wrapper or a call marker, the format has only one level of tags.
+            # The format has only one level of tags if it has no wrapper or no call marker.
             start = self._wrap or form.call
             one = self._call(tools, 0)
             return Shape(
@@ -115,7 +115,7 @@ class _XmlWriter:
         """Return the expression of one call, without its start marker and up to its end."""
         lark, form, look = self._lark, self._form, self._look
         name = look.name.replace("{name}", tool.name).replace("{index}", str(index + 1))
-        # In some families, a line break or the first parameter ends the head.
+        # The head ends at a line break or at the first parameter in some families.
         head_end = "" if form.head_end[0] == "\n" else form.head_end[0]
         params = [self._param(tool, key, schema) for key, schema in lark.parameters(tool).items()]
         return f"{lark.text(name + head_end + look.head)} {' '.join(params)} {lark.text(form.call_end)}"

@@ -24,7 +24,7 @@ def audio_checks(spec: WorkerSpec) -> Generator[VerifyCheck]:
     """Load a model, and run one request before and after another. Raises `LoadFailed` and `RequestInvalid`."""
     model = load_audio_model(spec, lambda _stage, _done, _total: None)
     prompt = TranscribePrompt(_tone()) if model.transcriber is not None else SpeechPrompt(_TEXT, format="pcm")
-    # At this temperature, results differ if draws depend on more than the seed.
+    # Results at this temperature differ if draws depend on more than the seed.
     requests = [Generate(1, prompt, Sampling(temperature=0.2, seed=seed)) for seed in (1, 2, 1)]
     intake = AudioIntake(model, lambda: None)
     answers = [list(intake.job_now(request).work) for request in requests]

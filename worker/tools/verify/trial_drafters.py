@@ -69,7 +69,8 @@ class EagerDrafts(_TrialDrafts):
 
 
 class NoisyDrafts(_TrialDrafts):
-    """Drafter of drafts of varying length from known outputs of the rows, partly replaced by random tokens."""
+    """Drafter that takes drafts of varying length from the rows' known outputs, and replaces some tokens by random
+    ones."""
 
     def __init__(self, vocab_size: int, longest: int = 6, seed: int = 0) -> None:
         super().__init__(longest)

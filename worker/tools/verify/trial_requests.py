@@ -61,7 +61,8 @@ def adapter_requests(loaded: LoadedModel, requests: Sequence[Generate]) -> list[
 
 
 def picture_requests(rid: int, tokens: int) -> list[Generate]:
-    """Return messages with pictures: two with the same text, one of them with another question, and both together."""
+    """Return four requests with pictures: two pictures with the same text, the first picture with another text, and
+    both pictures in one message."""
     first, second = picture(1), picture(2, 8, 4)
     made: list[Generate] = []
     for media, question in (((first,), 0), ((second,), 0), ((first,), 1), ((first, second), 2)):
