@@ -184,8 +184,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     continues with exactly the next character. With `finish`, `usage` is set and, for ERROR, `failure`. `data` is the
     whole answer to an `EmbedPrompt` or a `ScorePrompt`, in the delta that ends the sequence: float32 numbers,
     little-endian, one vector after another, or one score per pair. For a `SpeechPrompt`, `data` is the next part of the
-    audio file; for a `TranscribePrompt`, it is a `TranscriptPart`. For these two, `token_ids` are those of `text`, or
-    `SPOKEN_TOKENS_PER_S` zeros per second: a successor computes everything again, and omits the output that
+    audio file; for a `TranscribePrompt`, it is a `TranscriptPart`. For both audio prompts, `token_ids` are those of
+    `text`, or `SPOKEN_TOKENS_PER_S` zeros per second: a successor computes everything again, and omits the output that
     `Generate.resume` covers.
     """
 
@@ -203,7 +203,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     data: bytes = b""
     # Data of the prompt. Its delta contains nothing else, and precedes all output except an echo.
     prompt: PromptPart | None = None
-    # Sampled ids without text, in the delta with `finish`: those of a stop string, and the end-of-sequence token.
+    # Sampled ids without text, in the delta with `finish`: the ids of a stop string, and the end-of-sequence token.
     # Together with all `token_ids` they make up `usage.completion`.
     ending_ids: tuple[int, ...] = ()
 

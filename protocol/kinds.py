@@ -15,7 +15,7 @@ AUDIO: Final = "audio"
 MODULES: Final = "modules.json"
 # Architectures without causal attention, which cannot generate text.
 ENCODERS: Final = ("bert", "roberta", "xlm-roberta", "camembert", "modernbert", "nomic_bert")
-# Speech-to-text families, then text-to-speech families, under the names that mlx-audio uses.
+# Speech-to-text families, under the names that mlx-audio uses.
 TRANSCRIBERS: Final = ("whisper", "moonshine", "parakeet", "qwen3_asr")
 # Parakeet has no model_type, but its configuration has a `target` with this prefix.
 _PARAKEET_TARGET: Final = "nemo.collections.asr."

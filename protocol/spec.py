@@ -69,7 +69,7 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     public: str
     secret: str
     members: tuple[str, ...] = ()
-    # Addresses and devices are the same as in `HostSpec`.
+    # `ips` and `devices` have the same meaning as in `HostSpec`.
     ips: tuple[str, ...] = ("127.0.0.1",)
     devices: tuple[str, ...] = ()
     # Value of CUDA_VISIBLE_DEVICES; empty leaves it unchanged.

@@ -234,8 +234,8 @@ class SetLogLevel(msgspec.Struct, frozen=True, array_like=True, tag=16):
 class SetPace(msgspec.Struct, frozen=True, array_like=True, tag=17):
     """Command to leave a display its share of the GPU, for workers of minor 1 and up. It affects no token.
 
-    `duty` is the fraction of time in which the model computes. A tick with prefill takes at most `tick_ms`, and `chunk`
-    prompt tokens of a row; 0 means no limit.
+    `duty` is the fraction of time in which the model computes. `tick_ms` limits the time of a tick with prefill, and
+    `chunk` the prompt tokens per row in such a tick; 0 means no limit.
     """
 
     duty: float = 1.0

@@ -16,8 +16,8 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class VerifyCheck(msgspec.Struct, frozen=True):
-    """Result of one way of running the same requests. `note` explains why the check was skipped, or why it proves
-    nothing."""
+    """Result of one check, which runs the same requests in one way. `note` explains why it was skipped, or why it
+    proves nothing."""
 
     name: str
     requests: int = 0

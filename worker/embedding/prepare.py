@@ -25,7 +25,7 @@ from worker.embedding.job import EmbeddingInput, EmbeddingJob
 from worker.embedding.load_model import EmbeddingModel
 from worker.errors import RequestInvalid
 
-# Text with more characters per token of the context than this hardly ever fits the context.
+# Maximum number of characters per token of the context; longer text hardly ever fits the context.
 _MAX_CHARS_PER_TOKEN: Final = 8
 # Maximum length of a text whose tokens are counted, as a multiple of the text that fits the context.
 _MAX_COUNTED_CONTEXTS: Final = 4

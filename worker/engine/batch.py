@@ -118,7 +118,7 @@ class Batch:
 
     @property
     def longest_prefill(self) -> int:
-        """Number of tokens of the longest prefill, including those that have run."""
+        """Number of tokens of the longest prefill, including the tokens that have run."""
         return max((sequence.row.slots - sequence.reused for sequence in self._prefilling), default=0)
 
     @property

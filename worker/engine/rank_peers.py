@@ -25,7 +25,7 @@ class RankPeers(Protocol):
     def least(self, order: SetMemory, cost: KvCost, limits: ShareLimits) -> tuple[KvCost, ShareLimits]:
         """Return the largest cost of a sequence and the smallest memory limits of all ranks.
 
-        `cost` and `limits` are those of this rank.
+        `cost` and `limits` are this rank's own.
         """
         ...
 

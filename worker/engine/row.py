@@ -36,8 +36,8 @@ from worker.vision.multimodal_merge import MediaPlacement
 class HeldToken:
     """Sampled token whose text is not safe to send yet.
 
-    Its text begins at `begin`. `safe` is the length of the text that no stop string could take back once the token was
-    added. `is_sent` is set if the client of a resumed row has the token.
+    The token's text begins at character `begin`. `safe` is the number of characters that were safe from stop strings
+    once the token was added. `is_sent` is set if the client of a resumed row already has the token.
     """
 
     begin: int
@@ -143,7 +143,7 @@ class Row:
     tenant: str = ""
     # Positions where messages begin, for checkpoints of models whose caches cannot be cut.
     boundaries: list[int] = field(default_factory=list)
-    # Logits processors that run before those of the sampling parameters.
+    # Logits processors of the row that run before the processors of its sampling parameters.
     processors: list[Any] = field(default_factory=list)
     # Token ids of the texts that the sampling parameters contain.
     words: BadWords = NO_WORDS
@@ -160,7 +160,7 @@ class Row:
     keep: float = 0.0
     # Prompt tokens that a sparse prefill has selected; None until then.
     kept: SelectedTokens | None = None
-    # Deviations from the request, except those of the row's grammar.
+    # Deviations from the request, except the deviations that the row's grammar reports.
     relaxed: tuple[str, ...] = ()
     # Numbers of turns and of tokens that were truncated from the prompt.
     left_out: tuple[int, int] = (0, 0)

@@ -25,7 +25,7 @@ class RowMedia:
         return self._encoder.is_ready(row.rid, media, is_first=is_first)
 
     def placement(self, row: Row, reused: int) -> MediaPlacement | None:
-        """Return the media of a row, with the features of those that are not reused."""
+        """Return the media of a row, with the features of the media that are not reused."""
         if not row.media:
             return None
         assert self._encoder is not None, "media are for models with a tower"

@@ -176,7 +176,7 @@ class LeadWatch(_Watch):
         return [rank for rank in range(1, len(self._names)) if rank not in self._received_at]
 
     def leave(self) -> None:
-        """Report to the followers that the group was stopped: from here on, the end of a rank is no failure."""
+        """Report to the followers that the group was stopped. After that, the end of a rank is no failure."""
         self._is_leaving = True
 
     def _watch(self) -> None:

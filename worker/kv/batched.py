@@ -88,9 +88,9 @@ def compact(caches: Sequence[Any]) -> None:
 
 
 def extract(caches: Sequence[Any], row: int) -> list[Any]:
-    """Return copies of the caches of one row of a batch, or the caches of a row that runs alone.
+    """Return the caches of one row, which belongs to a batch or runs alone.
 
-    KV is returned as views, so that a caller that stores a part copies only that part.
+    The KV arrays are views, so that a caller that stores a part copies only that part.
     """
 
     def take(cache: Any) -> Any:

@@ -192,6 +192,7 @@ def has_kv(leaf: Any) -> bool:
 
 
 def kind_of_leaf(leaf: Any) -> str:
-    """Return the kind of a layer's cache, with the form of its KV; stored KV is only valid for the same kind."""
+    """Return the kind of a layer's cache, including the form of its KV. Stored KV can only be used in a cache of the
+    same kind."""
     name = type(leaf).__name__
     return f"{name}({leaf.form.bits}, {leaf.form.group})" if isinstance(leaf, QuantizedKV) else name

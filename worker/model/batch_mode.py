@@ -22,11 +22,11 @@ KERNEL: Final = "kernel"
 
 @dataclass(frozen=True, slots=True)
 class BatchModePlan:
-    """Batch mode of a model and whether its prefixes are reused; `reason` explains a mode other than `together`, or why
-    there is no reuse.
+    """Batch mode of a model, and whether the model's prefixes are reused. `reason` explains a mode other than
+    `together`, or why prefixes are not reused.
 
-    `attention` is `kernel` if passes with few tokens per row use our attention kernels, otherwise `mlx` with the
-    reason.
+    `attention` is `kernel` if passes with few tokens per row use mlxd's attention kernels; otherwise it is `mlx` with
+    the reason.
     """
 
     mode: BatchMode = BatchMode.TOGETHER

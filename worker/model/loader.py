@@ -68,7 +68,7 @@ class LoadedModel:
     eos_ids: tuple[int, ...]
     weights_bytes: int
     plan: BatchModePlan = field(default_factory=BatchModePlan)
-    # Media towers; None for a model without.
+    # Media towers; None for a model without towers.
     vision: Vision | None = None
     # Reason why a model with towers is loaded without them.
     no_vision: str = ""
@@ -348,10 +348,10 @@ def _table_rows(model: Any) -> list[int]:
 
 
 def _context(config: dict[str, Any], model: Any, tokenizer: Any, wanted: int) -> int:
-    """Return the context length in tokens: that of config.json, capped by the operator's `wanted`, or `wanted` if
-    config.json has none.
+    """Return the context length in tokens. It is that of config.json, capped by the operator's `wanted`; without one in
+    config.json, it is `wanted`.
 
-    Without either, the default of the model's class applies, then the tokenizer's limit.
+    If both are missing, the default of the model's class applies, then the tokenizer's limit.
     """
     named = context_of(config)
     if named is not None:

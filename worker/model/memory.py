@@ -87,9 +87,9 @@ def divide(
     most_buffers: int = 0,
     is_bounded: bool = False,
 ) -> ShareLimits:
-    """Divide a share into limits. `kv` and `prefixes` are the operator's settings if they are not negative.
+    """Divide a share into limits. `kv` and `prefixes` are the operator's settings; negative values mean none.
 
-    If `is_bounded` is set, the settings are those of another machine's operator, and are limited to what is left of the
+    With `is_bounded`, the settings are those of another machine's operator, so they are limited to what is left of this
     share. `most_buffers` is the limit of free buffers; 0 means the usual limit.
     """
     left = max(0, order.share_bytes - weights - host - _HOST_GROWTH_BYTES)

@@ -17,7 +17,8 @@ from tokenizers.decoders import DecodeStream
 # many.
 _MAX_HELD_TOKENS = 16
 _MAX_UTF8_BYTES = 4
-# Number of leading spaces that means all: Metaspace strips every leading space of the first piece.
+# Maximum number of leading spaces to strip. Metaspace strips all leading spaces of the first piece, so this only has to
+# be large enough.
 _STRIP_ALL_SPACES = 1024
 _BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 

@@ -91,9 +91,8 @@ class ModelFamily:
         return end if is_message or not end else f"\n{end}\n\n"
 
     def _visible(self, tokenizer: Any, template: str, plain_chat: str) -> frozenset[str]:
-        """Return the special tokens that parsers receive: those in the family's markers, and those that the template
-        uses for more than turn markers.
-        """
+        """Return the special tokens that parsers receive: tokens in the family's markers, and tokens that the template
+        uses for more than turns."""
         markers = [marker for marker in _strings([FAMILIES[self.family], FAMILIES[self.tool_family]]) if marker.strip()]
         special = [entry.content for entry in getattr(tokenizer, "added_tokens_decoder", {}).values() if entry.special]
         return frozenset(

@@ -11,7 +11,7 @@ from worker.prompt.encode import PromptEncoder
 
 # Repository name written after `<repo_name>`, for models that have that token.
 _REPOSITORY_NAME: Final = "project"
-# Separator of files for models without a token for it; llama.cpp uses the same.
+# Separator of files for models without a token for it, the same as in llama.cpp.
 _FILE_SEPARATOR: Final = "\n\n--- snippet ---\n\n"
 
 

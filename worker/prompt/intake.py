@@ -58,7 +58,7 @@ log = logging.getLogger("mlxd.worker")
 
 # Number of tokens at a prompt's end that are decoded to find whether the prompt ends inside reasoning.
 _PROMPT_END_TOKENS = 4096
-# Text with more characters per token of the context than this hardly ever fits the context.
+# Maximum number of characters per token of the context; longer text hardly ever fits the context.
 _MAX_CHARS_PER_TOKEN: Final = 8
 # Maximum length of a prompt whose tokens are counted, as a multiple of the text that fits the context.
 _MAX_COUNTED_CONTEXTS: Final = 4

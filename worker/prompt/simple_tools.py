@@ -11,7 +11,7 @@ _MAX_DEPTH: Final = 12
 
 
 def simple_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the same tools in OpenAI's format. Keywords other than types, names and descriptions are dropped."""
+    """Return simplified tools in OpenAI's format: keywords other than types, names and descriptions are dropped."""
     return [{"type": "function", "function": _function(mapping(tool.get("function")))} for tool in tools]
 
 

@@ -103,7 +103,8 @@ class Renderer:
     def place(self, prompt: ChatPrompt, *, opens_answer: bool = True) -> tuple[str, list[int]]:
         """Render the prompt's text, and return the indices of its media in the order of their markers.
 
-        Every marker belongs to a medium: those that clients type are broken. Raises `RequestInvalid`.
+        Every marker in the text belongs to a medium, because markers that clients type are broken up. Raises
+        `RequestInvalid`.
         """
         if not self.has_template:
             raise RequestInvalid(
@@ -280,9 +281,8 @@ class Renderer:
         return CALL_SHAPES[0]
 
     def _holds(self, shape: Callable[[Messages], Messages], wanted: tuple[str, ...]) -> bool:
-        """Return whether the template renders the `wanted` words of two calls and of the text beside them, also before
-        an answer.
-        """
+        """Return whether the template renders the `wanted` words of two calls and of the text beside them, at the end
+        of a chat and before a later answer."""
         calls = [
             {**_PROBE_CALL, "id": f"call0000{n}", "function": {"name": "probe", "arguments": {"n": f"word{n}"}}}
             for n in (1, 2)

@@ -27,7 +27,7 @@ class Scores:
     """Scores of each token of a prompt. `ids` is the whole prompt; `top` is the number of most likely tokens per
     position.
 
-    Scores are taken as they become known: those of a long prompt take seconds to convert to entries.
+    Scores are taken as they become known, because converting the scores of a long prompt to entries takes seconds.
     """
 
     ids: Sequence[int]

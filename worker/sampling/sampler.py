@@ -25,7 +25,7 @@ _MAX_PARTIAL_TOP_K = 1024
 _GOLDEN = 0x9E3779B97F4A7C15
 # XTC's draws use keys made from the seed changed by this mask.
 _XTC_SEED_MASK = 0x58544358544358
-# Maximum number of cached plans. A batch needs one for its steps, and one for the drafts between them.
+# Maximum number of cached plans. A batch needs one plan for its steps, and another for the drafts between the steps.
 _MAX_PLANS: Final = 8
 
 
@@ -122,7 +122,8 @@ class RowSampler:
 class _Plan:
     """Sampling parameters of one batch composition, as columns `[rows, 1]`.
 
-    `width` is the number of best tokens that are ordered for `top_k` and `top_p`: 0 means none, None means all.
+    `width` is the number of best tokens that are ordered for `top_k` and `top_p`. 0 means that none are needed, None
+    means the whole vocabulary.
     """
 
     is_random: bool

@@ -142,7 +142,8 @@ class Bench:
             yield MeasuredSpeed(tokens, done / (time.perf_counter() - began))
 
     def fused_prefill(self, limit_s: float) -> None:
-        """Measure prefill chunks of each size beside decoding rows, fused and separate."""
+        """Measure prefill chunks of each size while other rows decode, both fused with their steps and in separate
+        passes."""
         if self._loaded.plan.mode is BatchMode.SINGLE:
             return
         end = time.perf_counter() + limit_s

@@ -91,7 +91,7 @@ class MediaEncoder:
     def is_ready(self, rid: int, media: Sequence[Medium], *, is_first: bool = False) -> bool:
         """Return whether a row holds the features of all these media; the missing ones are requested.
 
-        `is_first`: no waiting row comes before this row.
+        `is_first` means that no waiting row comes before this row.
         """
         if is_first:
             self._first = rid

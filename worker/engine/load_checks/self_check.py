@@ -262,7 +262,7 @@ def _drift(outputs: Sequence[_RowOutput], expected: Sequence[_RowOutput]) -> flo
     for output, reference in zip(outputs, expected, strict=True):
         for step, wanted in enumerate(reference.logprobs):
             if output.ids[:step] != reference.ids[:step]:
-                break  # a tie was resolved differently, and the texts differ from here on
+                break  # a tie was resolved differently, so all later tokens differ
             top = mx.argsort(-wanted)[:TOP_TOKENS]
             output_top, top = (logprobs[top].astype(mx.float32) for logprobs in (output.logprobs[step], wanted))
             drifts.append(float(cast(float, mx.sum(mx.softmax(top) * mx.abs(output_top - top)).item())))

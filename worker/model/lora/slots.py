@@ -25,7 +25,7 @@ class SlotChoice:
     def __init__(self, slots: Sequence[int]) -> None:
         self.rows = len(slots)
         self.used = frozenset(slots) - {BASE}
-        # The slot if all rows have the same one.
+        # Slot of all rows, if they have the same slot; otherwise None.
         self.single = slots[0] if len(set(slots)) == 1 else None
         self._slots = slots
         self._arrays: dict[int, mx.array] = {}

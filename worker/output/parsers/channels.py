@@ -56,7 +56,7 @@ class ChannelMessages:
         self._text = markers(*channels.ends, *tokens, *body)
 
     def read(self, in_reasoning: bool) -> Steps[None]:
-        """Parse the whole output; `in_reasoning` if the prompt has opened an analysis message."""
+        """Parse the whole output. `in_reasoning` means that the prompt has opened an analysis message."""
         r, out = self._ctx.r, self._ctx.out
         hit = ""
         if in_reasoning:

@@ -98,7 +98,7 @@ def _is_value(r: MarkupReader, at: int, char: str) -> Steps[bool]:
 
 
 def _is_marker(r: MarkupReader, at: int) -> Steps[bool]:
-    """Return whether markup (`<|…` or `</name>`) follows, so that brackets are missing."""
+    """Return whether markup (`<|…` or `</name>`) follows here, which means that closing brackets are missing."""
     char = yield from _char(r, at + 1)
     if char != "/":
         return char in ("", "|", "｜")

@@ -70,9 +70,9 @@ def markers(*words: str) -> MarkerSet:
 class MarkupReader:
     """Reader of the text that is not consumed yet.
 
-    `trace` records consumed text while a call may still turn out to be text. `is_cut`: the text ended although the
-    model would have continued. A marker that contains tokens of `controls` is only found where these tokens were
-    generated.
+    `trace` records consumed text while a call may still turn out to be text. `is_cut` means that the text ended
+    although the model would have continued. A marker that contains tokens of `controls` is only found where these
+    tokens were generated.
     """
 
     __slots__ = ("_base", "_written", "at", "buf", "controls", "ended", "is_cut", "trace")

@@ -51,7 +51,8 @@ class Tools:
         return bool(self._schemas)
 
     def declared(self, name: str) -> str:
-        """Return the declared name for `name`: a template that lists tools as `name.*` makes models repeat the name."""
+        """Return the declared name for `name`. A template that lists tools as `name.*` makes models write the name
+        twice, as `name.name`."""
         head, _, tail = name.partition(".")
         return head if head == tail and head in self and name not in self else name
 
@@ -126,7 +127,7 @@ class ValueSchema:
 
 
 def mapping(value: Any) -> Schema:
-    """Return `value` if it is a JSON object, otherwise an empty one."""
+    """Return `value` if it is a JSON object, otherwise an empty object."""
     return cast(Schema, value) if isinstance(value, Mapping) else {}
 
 

@@ -74,7 +74,7 @@ class Conversation:
         self._reasoning = markers(*self._starts, *self._ends, *calls)
 
     def read(self, in_reasoning: bool) -> Steps[None]:
-        """Parse the whole output; `in_reasoning` if the prompt has opened the block."""
+        """Parse the whole output. `in_reasoning` means that the prompt has opened the reasoning block."""
         if in_reasoning and self._grammar.think:
             yield from self._read_reasoning()
         yield from self._open()

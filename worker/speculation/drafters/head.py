@@ -54,9 +54,8 @@ class PredictionHead(nn.Module):
         return [KVCache() if self.caches == 1 else CacheList(*(KVCache() for _ in range(self.caches)))]
 
     def hidden(self, states: mx.array) -> mx.array:
-        """Return the head's input: the captured states after the target's last norm, or unchanged if the head takes
-        them without.
-        """
+        """Return the head's input: the captured states, after the target's last norm if the head takes normalized
+        states."""
         return states if self._form.is_fed_raw else self._final(states)
 
     def __call__(self, tokens: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array:

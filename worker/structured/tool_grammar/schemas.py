@@ -56,7 +56,8 @@ def tool_of(declared: Mapping[str, Any]) -> ToolSchema:
 
 
 def anything(tool: ToolSchema) -> ToolSchema:
-    """Return the same tool with any arguments: of any type in formats that name them, any object in other formats."""
+    """Return the tool with a schema that allows any arguments: any type where a format names the arguments, otherwise
+    any object."""
     open_ = {key: {} for key in tool.properties}
     return ToolSchema(tool.name, {"type": "object", "properties": open_, "additionalProperties": True})
 
