@@ -70,7 +70,7 @@ class ExitStatus(IntEnum):
     PARTNER_LOST = 72
 
 
-# A restart cannot help after these exit statuses, until the configuration or the files change.
+# Exit statuses after which a restart cannot help until the configuration or the files change.
 FINAL_EXITS = frozenset(
     {ExitStatus.BAD_CONFIG, ExitStatus.MODEL_UNUSABLE, ExitStatus.INCOMPATIBLE, ExitStatus.OUT_OF_MEMORY}
 )

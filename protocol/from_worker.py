@@ -163,7 +163,7 @@ class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     audio_tokens: int = 0
     # Number of drafted tokens that came from the request's `prediction`.
     predicted: int = 0
-    # Number of those tokens that were accepted.
+    # Number of drafted tokens from the request's `prediction` that were accepted.
     accepted: int = 0
     # Number of prompt tokens that a sparse prefill kept; 0 without a sparse prefill.
     kept: int = 0

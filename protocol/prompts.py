@@ -24,9 +24,9 @@ class ChatPrompt(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Messages for the chat template, already in the form that templates expect (`role`, `content`, …).
 
     `content` is text, or, in a message with media, a list of `{"type": "text", "text": …}` and `{"type": "image" |
-    "video" | "audio", "media": i}` in the client's order, where `i` is an index of `media`. `must_call` requires tool
-    calls and nothing else after the reasoning, of `callable_tools` if any are named. `strict_tools` names tools whose
-    arguments must always fit their schema, even if no call is required.
+    "video" | "audio", "media": i}` in the client's order, where `i` is an index of `media`. With `must_call`, only tool
+    calls may follow the reasoning; if `callable_tools` is not empty, only these tools may be called. `strict_tools`
+    names tools whose arguments must always fit their schema, even if no call is required.
     """
 
     messages: list[dict[str, Any]]

@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-# This argument in place of JSON means that the specification is on standard input.
+# Argument that means, in place of JSON, that the specification is on standard input.
 STDIN: Final = "-"
 # Maximum number of adapters that one model may have.
 ADAPTERS_MAX: Final = 64
@@ -127,7 +127,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     parser: str = ""
     # Folder of the disk caches of all workers; empty means no disk cache.
     disk_cache_dir: str = ""
-    # Maximum size of that folder in bytes.
+    # Maximum size of the disk caches' folder in bytes.
     disk_cache_bytes: int = 0
     # Minimum tokens of a prefix in the disk cache; shorter prefixes stay in memory.
     disk_cache_tokens: int = 0

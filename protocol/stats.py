@@ -239,7 +239,7 @@ class StatusStats(msgspec.Struct, frozen=True, kw_only=True):
     draft_gain: float = 0.0
     # Number of prompts with a sparse prefill.
     sparse_prompts: int = 0
-    # Number of tokens in these prompts.
+    # Number of tokens in prompts with a sparse prefill.
     sparse_prompt_tokens: int = 0
-    # Number of these tokens that were kept.
+    # Number of prompt tokens that a sparse prefill kept.
     sparse_kept_tokens: int = 0

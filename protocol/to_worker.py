@@ -157,7 +157,7 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     # Number of top tokens sent, with log-probability and rank, for each token of the prompt before its answer; None
     # means that no prompt log-probabilities are sent.
     prompt_logprobs: int | None = None
-    # Number of these entries that the client already has from an earlier worker; only the others are sent.
+    # Number of `prompt_logprobs` entries that the client already has from an earlier worker; only the others are sent.
     prompt_scored: int = 0
     # Number of `echo` entries with `top_logprobs` that the client has from an earlier worker, together with their text.
     echo_scored: int = 0

@@ -24,7 +24,7 @@ log = logging.getLogger("mlxd.worker")
 
 # Maximum number of batches that are kept for replays. A replay fits the send queue of a socket.
 MAX_REPLAY_BATCHES: Final = 8192
-# Maximum size of these batches in bytes.
+# Maximum size in bytes of the batches that are kept for replays.
 MAX_REPLAY_BYTES: Final = 64 << 20
 POLL_S: Final = 0.1
 # Timeout of binding the address, which the previous worker may still hold.

@@ -142,7 +142,7 @@ class WorkerMain:
             self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def _load_and_serve(self) -> int:
-        # These imports take a second, so they come after the first message to the gateway.
+        # The imports below take a second, so they come after the first message to the gateway.
         from worker.embedding.load_model import kind_of_spec
         from worker.model import memory
 

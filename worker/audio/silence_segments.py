@@ -21,9 +21,9 @@ _MAX_TOKENS_PER_SECOND: Final = 16
 _MIN_TOKENS: Final = 64
 # Fraction at the end of each window that is searched for the place to cut.
 _SEARCHED_FRACTION: Final = 1 / 3
-# Step of that search.
+# Step in seconds of the search for the quietest place.
 _STRIDE_S: Final = 0.01
-# A window is cut in the middle of the quietest part of this length.
+# Length in seconds of the quiet part in whose middle a window is cut.
 _QUIET_S: Final = 0.1
 
 

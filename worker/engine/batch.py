@@ -81,7 +81,7 @@ class Batch:
         encoder: MediaEncoder | None = None,
         table_rows: int = 0,
     ) -> None:
-        # The cost is None until the first row, which is the warm-up's, has ended.
+        # Cost of KV; None until the first row, which is the warm-up's, has ended.
         self.kv_cost: KvCost | None = None
         self._cache = cache
         self._masks = Masks()

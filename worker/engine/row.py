@@ -117,7 +117,7 @@ class RowStats:
     completion: int = 0
     # Number of tokens of the client's prediction that were drafted.
     predicted: int = 0
-    # Number of these tokens that were accepted.
+    # Number of tokens of the client's prediction that were accepted.
     accepted: int = 0
 
 
@@ -284,7 +284,7 @@ class BatchSequence:
     reused: int = 0
     # Number of tokens in all segments.
     total: int = 0
-    # Number of these tokens that have run.
+    # Number of tokens that have run.
     done: int = 0
     # Limit of `generated`, the tokens sampled since the insertion.
     max_tokens: int = 0

@@ -84,7 +84,7 @@ class _Watch:
         self._sockets = sockets
         self._lost = lost
         self._is_closing = threading.Event()
-        # Whether this rank leaves, so that the end of another rank is no failure any more.
+        # Whether this rank is leaving the group; if so, the end of another rank is no failure.
         self._is_leaving = False
         self._is_guarded = False
         # Newest plan at the last call of `_guard`.

@@ -50,7 +50,7 @@ class TokenizeCalls:
         self._waiting: OrderedDict[int, TokenCall] = OrderedDict()
         # Rid of the call that is being answered.
         self._rid: int | None = None
-        # Whether the answer of that call is still wanted.
+        # Whether the client still wants the answer of the current call.
         self._is_wanted = True
 
     def start(self) -> None:

@@ -70,7 +70,7 @@ class Exact:
 
 
 def exact(schema: Schema) -> Exact:
-    """Rewrite a schema that has passed `check`. Raises `SchemaInvalid`."""
+    """Rewrite a schema that has passed `check` to an exact one. Raises `SchemaInvalid`."""
     walk = _Walk()
     return Exact(walk.root(schema), walk.has_loose_keys)
 

@@ -11,7 +11,7 @@ from protocol.checkpoint import MEDIA_SECTIONS, is_tower
 
 _DEFAULT_ROPE: Final = "default"
 _TEXT: Final = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
-# transformers 5 nests these parts under `model`; mlx-vlm expects them beside it.
+# Matches names of parts that transformers 5 nests under `model` and mlx-vlm expects beside it.
 _BELOW_MODEL: Final = re.compile(
     r"^model\.((?:vision_tower|multi_modal_projector|audio_tower|embed_audio|embed_vision|image_newline)\b)"
 )

@@ -33,7 +33,7 @@ _BORDERS: Final = (
 _SCALED: Final = ("gemma3n", "gemma4", "gemma4_unified")
 # Families whose tower also embeds the token after a medium, with the configuration key of that token's id by kind.
 _CLOSED: Final = {"gemma3n": {"image": "eoi_token_id", "audio": "eoa_token_id"}}
-# mlx-vlm's towers of these families return image features by column; the text model expects them by row.
+# Families whose mlx-vlm tower returns image features by column, while the text model expects them by row.
 _BY_COLUMNS: Final = ("gemma3n",)
 
 

@@ -11,8 +11,8 @@ from mlx_lm.utils import _get_classes, load_model  # pyright: ignore[reportPriva
 
 from worker.vision.checkpoint import known_weights, text_names
 
-# Text model types that these mlx-lm classes can wrap; the classes themselves accept any checkpoint with their model
-# type.
+# Text model types that can be wrapped by each of these mlx-lm classes. The classes themselves accept any checkpoint
+# with their model type.
 _WRAPPED: Final = {"llava": ("llama", "mistral", "ministral3", "mistral4")}
 
 

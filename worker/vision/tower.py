@@ -125,7 +125,7 @@ def _read(path: Path, config: Mapping[str, Any]) -> dict[str, mx.array]:
 class _NoText(nn.Module):
     """Replacement of mlx-vlm's language model: features overwrite all of its embeddings of placeholders."""
 
-    # These attributes are read by mlx-vlm's models: no scale, no embeddings per layer, no positions.
+    # mlx-vlm's models read these attributes from a language model: no scale, no embeddings per layer, no positions.
     embed_scale = 1.0
     hidden_size_per_layer_input = 0
 

@@ -17,8 +17,8 @@ LEAST_TOKENS: Final = 1024
 # UNKNOWN_KV_BYTES.
 UNKNOWN_KV_DIVISOR: Final = 8
 UNKNOWN_KV_BYTES: Final = 64 * MIB
-# Models of these kinds have no KV. A forward pass of theirs is assumed to take the weights divided by PASS_DIVISOR,
-# and at least PASS_BYTES. Loans above PASS_LOAN_MAX would not be used.
+# Kinds of models without KV. A forward pass of such a model is assumed to take the weights divided by PASS_DIVISOR, and
+# at least PASS_BYTES. Loans above PASS_LOAN_MAX would not be used.
 KINDS_WITHOUT_KV: Final = frozenset({EMBED, RERANK, AUDIO})
 PASS_BYTES: Final = 64 * MIB
 PASS_DIVISOR: Final = 8

@@ -43,7 +43,7 @@ class Allocation:
     gated_at: float | None = None
     # Share to which the worker was ordered to shrink.
     shrinking_to: int | None = None
-    # Deadline of that order.
+    # Deadline of the order to shrink.
     shrink_ends: float = 0.0
     # Reason of the worker's eviction; empty if there is none.
     evict_reason: str = ""

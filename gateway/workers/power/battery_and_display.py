@@ -29,13 +29,13 @@ FULL: Final = SetPace()
 AWAY_S: Final = 60.0
 # Fraction of the time in which models may compute while the machine is in use.
 DUTY: Final = 0.8
-# This fraction applies instead while the machine is in use on battery.
+# Fraction of the time in which models may compute while the machine is in use on battery.
 BATTERY_DUTY: Final = 0.6
-# Upper limit of the fraction by thermal state, even while the machine is not in use.
+# Upper limit of the computing time's fraction by thermal state, even while the machine is not in use.
 HOT_DUTY: Final[dict[Thermal, float]] = {"nominal": 1.0, "serious": 0.7, "critical": 0.5}
 # Maximum duration of a tick with prefill while the machine is in use.
 TICK_MS: Final = 60
-# Maximum number of prompt tokens per row in such a tick.
+# Maximum number of prompt tokens per row in a tick while the machine is in use.
 CHUNK_TOKENS: Final = 256
 POLL_S: Final = 1.0
 INPUT_INTERVAL_S: Final = 5.0

@@ -21,7 +21,7 @@ FILE_BYTES_MAX: Final = 2 << 30
 RANK_MAX: Final = 512
 # Every tensor name in a PEFT file has this prefix.
 _PEFT_BASE: Final = "base_model.model."
-# These initializations change the weights of the base model, so the adapter is useless on the unchanged base.
+# Initializations that change the weights of the base model. Such an adapter is useless on the unchanged base.
 _BASE_CHANGING_INITS: Final = ("pissa", "olora", "loftq", "corda")
 # Maximum number of names that a refusal lists.
 _MAX_LISTED_NAMES: Final = 3

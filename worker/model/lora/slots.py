@@ -1,8 +1,8 @@
 """Linear layers with adapters: each row of a forward pass gets the update of its own adapter, or none.
 
 An adapter has a slot, the same in all layers; slot 0 is the base model. For each adapted layer, the matrices of all
-slots are one array, with zeros where a slot changes nothing, so that rows of different adapters are one multiplication.
-`Slots` holds the slot of each row, and is set around each forward pass.
+slots are one array, with zeros where a slot changes nothing. One multiplication can then serve rows of different
+adapters. `Slots` holds the slot of each row, and is set around each forward pass.
 """
 
 from collections.abc import Generator, Sequence

@@ -31,7 +31,7 @@ from worker.output.parsers.reader import (
 from worker.output.parsers.schema import STRING, Parameters, Tools, coerced_string, json_text
 
 NAME_LIMIT: Final = 256
-# A key that begins with one of these may follow without a comma.
+# A key that begins with one of these quotes may follow without a comma.
 _QUOTES: Final = ("'", '"')
 _NOT_IN_KEYS: Final = tuple("\"'{}[](),<")
 _NAME = re.compile(r"[\w.\-:/@$]+")

@@ -37,7 +37,7 @@ class PythonCalls:
         elif self.bare and char != "{":
             raise Malformed
         if char == "{":
-            # Some of these models were also trained on JSON.
+            # Some models with this notation were also trained on JSON calls.
             yield from JsonCalls((), self.ends, bare=self.bare).calls(ctx, "[" if is_list else hit)
             return
         while True:

@@ -122,7 +122,7 @@ class XmlCalls:
             types = {"true": STRING, "false": ANY}.get(kind) or _TYPES.get(kind, ANY)
         ends = [self.param_end]
         if self.strip_line:
-            # These texts after a value show that the value's end tag is missing.
+            # A value may also end before these texts, which show that its end tag is missing.
             ends += ["\n" + self.param, *("\n" + end for end in self.ends)]
             if (yield from r.literal(markers("\n"))) or not self.inline:
                 ends.append("\n" + self.param_end)

@@ -41,7 +41,7 @@ class PredictionHead(nn.Module):
         self.caches = 1
         self._form = form
         self.tokens = 0
-        # `bind` sets this field and the next one. Their leading underscore keeps them out of the head's parameters.
+        # `bind` sets this field and the next one. The underscores keep both fields out of the head's parameters.
         self._tables: tuple[Transform, Transform]
         self._final: Transform
 

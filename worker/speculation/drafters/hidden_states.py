@@ -79,7 +79,8 @@ class HiddenStateCapture:
         width = states[0].shape[1]
         begin = min(length - count for length, count in zip(lengths, near, strict=True) if count)
         if is_view := width > 1 or is_packed:
-            # A view would keep its whole array in memory: that of a long prompt, or of the other parts of the pass.
+            # A view would keep its whole array in memory, which may be that of a long prompt or of all parts of the
+            # pass.
             states = tuple(mx.contiguous(state[:, begin:]) for state in states)
         joined = states[0] if len(states) == 1 else mx.concatenate(list(states), axis=-1)
         if is_view:

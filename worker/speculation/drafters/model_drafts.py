@@ -18,7 +18,7 @@ from worker.speculation.text_sources.lookup import DraftSource
 
 # Maximum number of a text's unread tokens that are processed together with the newest tokens of the other rows.
 MAX_SHARED_TOKENS: Final = 16
-# Maximum number of such tokens in all rows together.
+# Maximum number of unread tokens that are processed together in all rows.
 MAX_SHARED_TOTAL_TOKENS: Final = 64
 
 

@@ -6,11 +6,11 @@ from typing import Any, Final, cast
 
 from worker.output.parsers.schema import Schema, mapping, referred
 
-# JSON clients that use doubles represent every integer up to this one.
+# Largest integer up to which JSON clients with doubles represent every integer.
 INTEGER_MAX: Final = 2**53 - 1
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _MAPS: Final = ("properties", "$defs", "definitions")
-# These keywords restrict values.
+# Schema keywords that restrict values.
 _VALIDATING: Final = frozenset(
     {
         "$ref", "additionalProperties", "allOf", "anyOf", "const", "enum", "format", "items", "maxItems", "maxLength",
@@ -18,7 +18,7 @@ _VALIDATING: Final = frozenset(
         "prefixItems", "properties", "required", "type", *_BOUNDS,
     }
 )  # fmt: skip
-# These keywords restrict nothing.
+# Schema keywords that restrict nothing.
 _ANNOTATIONS: Final = frozenset({"description", "title", "default", "examples", "$schema", "$comment"})
 _MAX_DEPTH: Final = 64
 _NO_PARAMETERS: Final[Schema] = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -61,7 +61,7 @@ XML_SHAPES: Final[dict[str, XmlShape]] = {
     "step3": _TIGHT_ATTRIBUTES,
     "step3p5": _QWEN,
 }  # fmt: skip
-# These families use the second wrapper of their format.
+# Families that use the second wrapper of their format.
 _SECOND_WRAP: Final = frozenset({"deepseek_v4"})
 
 

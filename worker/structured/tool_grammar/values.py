@@ -25,7 +25,7 @@ _NUMBER: Final = r"/-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,15})?([eE][+\-]?[0-9]{1,2})
 # The pattern excludes escapes of lone surrogates, which cannot be encoded.
 _ESCAPE: Final = r"\\([\"\\\/bfnrt]|u([0-9a-cA-Ce-fE-F][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}))"
 _CHAR: Final = rf"([^\"\\\x00-\x1F\x7F]|{_ESCAPE})"
-# llguidance compiles schemas with these keywords.
+# Keywords of schemas that llguidance compiles itself.
 _COMPILED_BY_LLGUIDANCE: Final = frozenset(
     {"allOf", "patternProperties", "prefixItems", "minProperties", "maxProperties"}
 )
