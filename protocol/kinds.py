@@ -20,7 +20,7 @@ TRANSCRIBERS: Final = ("whisper", "moonshine", "parakeet", "qwen3_asr")
 # Parakeet has no model_type, but its configuration has a `target` with this prefix.
 _PARAKEET_TARGET: Final = "nemo.collections.asr."
 SPEAKERS: Final = ("soprano", "qwen3_tts")
-# Soprano's configuration is that of its inner decoder, so a Soprano model is recognised by name.
+# Soprano's config.json describes only its inner decoder, so a Soprano model is recognised by name.
 _SOPRANO: Final = re.compile(r"(^|[-_.])soprano([-_.]|$)", re.IGNORECASE)
 _CLASSIFIER: Final = "ForSequenceClassification"
 # Embedding and reranking decoders have the configuration of a generating model, so they are recognised by name.

@@ -20,8 +20,8 @@ PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json", "
 
 # Files in the Hugging Face cache are links to blobs that are named by their SHA-256.
 _BLOB: Final = re.compile(r"[0-9a-f]{64}")
-# A file that is no such blob is sampled: this number of blocks spread over the file, and a block from the middle of
-# each tensor.
+# Number of blocks, spread over a file, by which a file without a SHA-256 in its name is sampled. In addition, a block
+# from the middle of each tensor is read.
 _BLOCKS: Final = 64
 _BLOCK_BYTES: Final = 64 << 10
 _TENSOR_BYTES: Final = 4 << 10

@@ -135,8 +135,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     memory_bytes: int = 0
     # Jinja template that replaces the model's own chat template; empty means its own.
     chat_template: str = ""
-    # Batch mode of rows: `auto` is the best one that the self-check at load finds exact; `together`, `equal` (prompts
-    # in chunks of equal length) and `single` (one request at a time) are not checked.
+    # Batch mode of rows. `auto` selects the fastest mode that the self-check at load finds exact. The modes `together`,
+    # `equal` (prompts in chunks of equal length) and `single` (one request at a time) are not checked.
     batching: str = "auto"
     # Whether all runs compute the same shapes: one request at a time, prompt chunks by position only, no reuse of
     # prefixes.

@@ -75,7 +75,8 @@ class RankStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stats(msgspec.Struct, array_like=True):
-    """Statistics of a worker. Byte counts are MLX's own; `memory_bytes` is what the system charges the process.
+    """Statistics of a worker. Byte counts are MLX's own; `memory_bytes` is the memory that the system counts for the
+    process.
 
     Not frozen: each part of a worker counts in an instance of its own, and their sum is sent. Counters begin at the
     worker's start. The order is the wire's: a new field is appended, with a default.

@@ -137,7 +137,7 @@ def _nomic(config: Mapping[str, Any]) -> EncoderShape:
         heads=int(_either(config, "num_attention_heads", "n_head")),
         inner=int(_either(config, "intermediate_size", "n_inner")),
         vocabulary=int(config["vocab_size"]),
-        # Inputs longer than those in training would need a scaled rotation, so the limit is that of training.
+        # Inputs longer than those in training would need a scaled rotation, so the training length is the limit.
         positions=min(positions, int(trained)) if trained else positions,
         types=int(config.get("type_vocab_size", 0)),
         epsilon=float(config.get("layer_norm_eps") or config.get("layer_norm_epsilon") or 1e-12),

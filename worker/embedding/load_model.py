@@ -26,7 +26,7 @@ from worker.vision.checkpoint import Contradiction, fold
 
 # Maximum size of an encoder that is computed in float32 on a GPU, too, because float16 would halve its precision.
 _MAX_FLOAT32_BYTES: Final = 1 << 30
-# Token limit above which a tokenizer counts as unlimited; without a limit it has a number such as 1e30.
+# Limits above this number of tokens count as no limit, because a tokenizer without a limit has a number such as 1e30.
 _UNLIMITED_TOKENS: Final = 1_000_000_000
 # Name of the model input by which models distinguish the two texts of a pair.
 _SEGMENTS: Final = "token_type_ids"

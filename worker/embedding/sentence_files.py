@@ -52,7 +52,8 @@ class Steps:
 
 
 def read_steps(folder: Path, is_causal: bool) -> Steps:
-    """Read the steps of a model. Defaults: the last token for a decoder, the mean for an encoder, both normalized.
+    """Read the steps of a model. By default, a decoder pools its last token and an encoder the mean of its tokens, and
+    the vector is normalized.
 
     Raises `LoadFailed` for an unknown step.
     """

@@ -190,7 +190,8 @@ class Batch:
         len(output).
 
         The last token always runs, because the first sample needs its logits. If features of the row's media are
-        missing, they are requested and the result is False. `mask` is the work of the row's grammar if that has begun.
+        missing, they are requested and the result is False. `mask` is the work on the row's masks, if the row's grammar
+        has already begun.
         """
         self.settle()
         tokens, keys = row.tokens(), row.keys()

@@ -49,7 +49,7 @@ def has_media(sequences: Sequence[BatchSequence]) -> bool:
 
 
 def forward(model: Any, part: ForwardPart, prefill: ForwardPart | None = None) -> mx.array:
-    """Return logits `[rows, length, vocab]` of `part`, where `length` is that of its longest row.
+    """Return logits `[rows, length, vocab]` of `part`; `length` is the length of its longest row.
 
     Tokens of `prefill` go through the weights in the same pass; their logits are not computed.
     """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Gauges(Stats):
-    """Statistics of the loop. `snapshot` adds those of the parts that keep their own counts.
+    """Statistics of the loop. `snapshot` adds the statistics of the parts that count for themselves.
 
     Only the loop writes, and a torn read across fields is harmless. `repaired_messages` belongs to the sending thread,
     `refused_questions` to the receiving one, `undecoded` to the decoders. `busy_since` is 0 while the loop is idle.

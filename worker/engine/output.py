@@ -118,8 +118,8 @@ def _first_end(events: Sequence[Event]) -> int | None:
 def _release(out: RowText, is_stopped: bool) -> tuple[TokenLogprob, ...] | None:
     """Release the tokens that have safe text; the tokens of a stop string are never released.
 
-    Text is sent up to what was safe with the newest released token. Held tokens may have made further text safe. That
-    text is not sent yet: a successor that resumes from the released ids would send it again.
+    Text is sent only as far as it was safe with the newest released token. Tokens that are still held may have made
+    further text safe, but a successor that resumes from the released ids would send that text again.
     """
     is_all_safe = out.safe == out.seen and not is_stopped
     held, logprobs = out.held, list[TokenLogprob]()

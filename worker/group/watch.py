@@ -40,8 +40,8 @@ Lost = Callable[[Failure, int], None]
 
 
 class RankProgress:
-    """Progress of this rank, written by the engine: the newest plans that the rank has begun and done, and when it
-    began."""
+    """Progress of this rank, written by the engine: the newest plans that the rank has begun and done, and the time at
+    which it began the newest one."""
 
     def __init__(self, first_s: float) -> None:
         self.begun = 0

@@ -48,7 +48,7 @@ _EMBEDDED: Final = DEMOS | {"demo-adapter": DEMO_DIR.with_name("demo_adapter")}
 _DTYPES: Final = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 # Context of a model if neither its files nor its class specify one.
 _DEFAULT_CONTEXT: Final = 8192
-# A tokenizer without a limit has a number such as 1e30, so a limit above this one counts as none.
+# Limits above this number count as no limit, because a tokenizer without a limit has a number such as 1e30.
 _UNLIMITED_TOKENS: Final = 1_000_000_000
 _LFS_POINTER: Final = b"version https://git-lfs"
 # MAX_HEADER_SIZE of huggingface/safetensors, safetensors/src/tensor.rs: its own readers refuse longer headers too.

@@ -97,7 +97,8 @@ class PrefixCache:
         return self._layout.needs_checkpoints
 
     def longest(self, tokens: Tokens, salt: str = "", whole: Callable[[int], int] | None = None) -> int:
-        """Return the number of leading tokens that can be reused from memory; `whole` as for `fetch`."""
+        """Return the number of leading tokens that can be reused from memory; `whole` has the same meaning as in
+        `fetch`."""
         return self._cut(*self._usable(self._tree.walk(tokens, salt_key(salt))), whole)[0]
 
     def branch(self, tokens: Tokens, salt: str = "") -> PrefixCursor | None:

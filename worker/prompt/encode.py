@@ -95,9 +95,8 @@ class PromptEncoder:
         return [token for part in parts for token in self.encode(part, add_special_tokens=False)]
 
     def _keeps_gaps(self) -> bool:
-        """Return whether no token crosses a gap: the pre-tokenizer splits there, or the vocabulary has no such
-        token.
-        """
+        """Return whether no token crosses a gap, because the pre-tokenizer splits there or the vocabulary has no token
+        with a gap."""
         backend = self._backend
         if any(_reaches(token) for token in backend.get_added_tokens_decoder().values()):
             return False

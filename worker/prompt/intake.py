@@ -116,7 +116,7 @@ class Intake:
         return self._renderer.has_template
 
     def limit_context(self, tokens: int) -> None:
-        """Reduce the maximum length of a sequence to what memory allows."""
+        """Reduce the maximum length of a sequence to the length that memory allows."""
         if tokens < self.max_context:
             log.warning("memory limits the context to %d of %d tokens", tokens, self.max_context)
             self.max_context = tokens

@@ -102,7 +102,7 @@ def _presence_and_frequency(presence: float, frequency: float, prompt_tokens: in
 def _dry(params: Sampling, breakers: Sequence[int]) -> Processor:
     """Subtract multiplier * base^(length - allowed length) from tokens that would continue a repetition (DRY).
 
-    The length is that of the longest suffix of the context that already occurred before this token. No repetition
+    `length` is the length of the longest suffix of the context that already occurred before this token. No repetition
     extends over a breaker, and breakers are not penalized. The method is by p-e-w.
     """
     flags: list[mx.array] = []

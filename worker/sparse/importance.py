@@ -2,8 +2,8 @@
 
 The method follows SpecPrefill (arXiv:2502.02789): the model reads the prompt and generates a few tokens; the attention
 of their queries is averaged over neighbouring tokens, then the maximum over heads and layers is taken, then the mean
-over queries. The model runs greedily, without other rows, and in chunks whose size depends on their position: the
-importance of a prompt's tokens is the same whenever the prompt is read, by this worker or another one.
+over queries. The model runs greedily, without other rows, and in chunks whose size depends on their position. So each
+reading of a prompt gives the same importance, in this worker or another.
 """
 
 from typing import Any, Final

@@ -25,7 +25,7 @@ def start_audio(
 ) -> tuple[AudioLoop, Ready]:
     """Return a loop that is ready to run on this thread, and the `Ready` message for the gateway.
 
-    `refusing` is as for `TokenizeCalls`. Raises `LoadFailed`.
+    `refusing` has the same meaning as in `TokenizeCalls`. Raises `LoadFailed`.
     """
     started = time.monotonic()
     model = load_audio_model(spec, progress)

@@ -27,7 +27,7 @@ def start_reader(
 ) -> tuple[JobLoop, Ready]:
     """Return a loop that is ready to run on this thread, and the `Ready` message for the gateway.
 
-    `refusing` is as for `TokenizeCalls`. Raises `LoadFailed`.
+    `refusing` has the same meaning as in `TokenizeCalls`. Raises `LoadFailed`.
     """
     started = time.monotonic()
     reader = load_embedding_model(spec, kind, progress)

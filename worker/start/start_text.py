@@ -48,7 +48,8 @@ def start_text(
 ) -> tuple[Engine, Ready, Coordinator | None]:
     """Return an engine that is ready to run on this thread, the message for the gateway, and the group's coordinator.
 
-    `refusing` is as for `TokenizeCalls`, `lose` as for `open_group`; `compilers` compile grammars. Raises `LoadFailed`.
+    `refusing` has the same meaning as in `TokenizeCalls`, `lose` as in `open_group`; `compilers` compile grammars.
+    Raises `LoadFailed`.
     """
     started = time.monotonic()
     lead, division = open_group(spec, lose) if spec.group is not None else (None, None)

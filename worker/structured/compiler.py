@@ -148,7 +148,7 @@ class Grammars:
     """Compiler of constraints for one tokenizer, with a cache of compiled grammars and of refused constraints."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        """`tokenizer` is transformers'; ids from its size up to `vocab_size` are never allowed."""
+        """`tokenizer` is a tokenizer of transformers; ids from its size up to `vocab_size` are never allowed."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = list(eos_ids)

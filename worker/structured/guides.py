@@ -165,7 +165,7 @@ class Rules:
         eos_ids: Sequence[int],
         token_bytes: Callable[[int], bytes],
     ) -> None:
-        """`tokenizer` is transformers'; `family` selects the model's markers of reasoning."""
+        """`tokenizer` is a tokenizer of transformers; `family` selects the model's markers of reasoning."""
         self.grammars = Grammars(tokenizer, vocab_size, eos_ids)
         self._family = family
         self._vocabulary: dict[str, int] = tokenizer.get_vocab()

@@ -115,7 +115,7 @@ _VALUES: Final = (
 
 
 def _multiple(value: Any, path: str) -> Fraction:
-    # The decimal notation counts: 0.01 means a hundredth here, not the nearest binary fraction.
+    # The decimal notation of a number counts: 0.01 means a hundredth, not the nearest binary fraction.
     exact = Fraction(repr(value))
     if exact <= 0 or exact.numerator > MAX_MULTIPLE or exact.denominator > 10**9:
         raise SchemaInvalid(f"{path}/multipleOf is not a positive number that can be enforced")

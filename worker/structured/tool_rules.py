@@ -40,7 +40,7 @@ class ToolRules:
     """Factory of the tool rules of one model. Safe to call from threads that may wait for a compiler."""
 
     def __init__(self, rules: Rules, tokenizer: Any, family: str, eos_ids: Sequence[int]) -> None:
-        """`family` selects the notation of calls; `tokenizer` is transformers'."""
+        """`family` selects the notation of calls; `tokenizer` is a tokenizer of transformers."""
         self._rules = rules
         self._family = family
         self._vocabulary: dict[str, int] = tokenizer.get_vocab()

@@ -81,7 +81,8 @@ class _Blocks(Drafter):
 class Bench:
     """Benchmark of one loaded model on the calling thread.
 
-    Its engine is warmed up and otherwise idle, and stores the measured times; batches draft with `blocks`.
+    Its engine is warmed up, and apart from that only stores the measured times. The benchmark has its own batches,
+    whose drafts come from `blocks`.
     """
 
     def __init__(self, loaded: LoadedModel, spec: WorkerSpec, engine: Engine, gauges: Gauges, blocks: _Blocks) -> None:

@@ -52,7 +52,7 @@ def attach(path: Path, folded: Mapping[str, Any], model: Any, retype: Callable[[
 
 
 def _dtype(table: Any) -> mx.Dtype:
-    """Return the dtype of a table's embeddings; for a quantized table, that of its scales."""
+    """Return the dtype of a table's embeddings, which for a quantized table is the dtype of its scales."""
     return (table.scales if "scales" in table else table.weight).dtype
 
 

@@ -249,7 +249,7 @@ def open_processor(
     limits: MediaLimits,
     memory_bytes: int = 0,
 ) -> Processor:
-    """Open the processor of a checkpoint. `encode` is that of the model's tokenizer, including its special tokens.
+    """Open the processor of a checkpoint. `encode` is the model's tokenizer, including its special tokens.
 
     `placeholders` are ids by kind of medium that the towers take. Raises `UnsupportedVision` with the reason why the
     model takes no media; one reason is a processor that lays out an image differently from mlxd.

@@ -25,7 +25,8 @@ def load_text_model(
 
 
 def _classes(config: dict[str, Any]) -> tuple[type[Any], Any]:
-    """Return mlx-lm's class for the model, or else for its text part, with its arguments class."""
+    """Return mlx-lm's class and its arguments class: for the model, or for its text part if mlx-lm has no class for the
+    model."""
     text = config.get("text_config")
     kind = text.get("model_type") if isinstance(text, dict) else None
     if kind is not None and kind not in _WRAPPED.get(config["model_type"], (kind,)):

@@ -106,8 +106,7 @@ class HeartbeatDue:
     pass
 
 
-# Each of these messages is about one incarnation, and ignored after the next incarnation has begun. The link drops
-# stale Pongs.
+# Messages that are about one incarnation, and ignored after the next incarnation has begun. The link drops stale Pongs.
 EpochMessage = (
     WorkerEvent
     | MemoryGranted

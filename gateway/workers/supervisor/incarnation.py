@@ -250,7 +250,7 @@ class Incarnation:
         self.loading = None
         self.ready_at = self._effects.now()
         if self.is_adopted:
-            # The worker's log level may be that of an older configuration.
+            # The worker may still have the log level of an older configuration.
             self.send(SetLogLevel(log_level))
 
     def note(self, message: Loading | AdaptersSet | Goodbye) -> None:

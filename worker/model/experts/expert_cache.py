@@ -139,7 +139,8 @@ def put(model: Any, path: str, module: nn.Module) -> None:
 
 
 def _check(folder: Path, switch: Any, layer: ExpertLayer) -> None:
-    """Raise `ValueError` if the index is that of another model: the router would choose experts that do not exist."""
+    """Raise `ValueError` if the index belongs to another model, because the router would then choose experts that do
+    not exist."""
     counts = {
         name: int(each.weight.shape[0]) for name, each in switch.children().items() if isinstance(each, PROJECTIONS)
     }

@@ -31,7 +31,7 @@ class PythonCalls:
             r.take(1)
             char = yield from r.space()
             if char == "]" and not self.bare:
-                # The list is empty.
+                # The list contains no calls.
                 yield from self._close(r)
                 return
         elif self.bare and char != "{":

@@ -31,7 +31,7 @@ _DRAFTER_SIGNS: Final = ("mtp", "dflash", "dspark", "assistant", "eagle")
 def attach_head(path: Path, model: Any, beside: Path | None = None) -> tuple[HeadDrafts, int]:
     """Attach a head to the model loaded from the checkpoint `path`; return its proposer and the bytes of its weights.
 
-    The head is the checkpoint's own, or that of the folder `beside`. Raises `NoHead`.
+    The head is in the folder `beside` if given, otherwise in the checkpoint. Raises `NoHead`.
     """
     if not batched.can_rewind(make_prompt_cache(model)):
         raise NoHead("")
