@@ -8,9 +8,10 @@ import msgspec
 TRANSCRIBED_TOKENS_PER_S: Final = 10
 # Tokens per second of spoken audio, as OpenAI bills them.
 SPOKEN_TOKENS_PER_S: Final = 20
-# A worker may use a part of its memory, within these two bounds, for the decoded samples of all clips. One hour takes
+# Upper bound of the memory for the decoded samples of all clips, which is a part of the worker's memory. One hour takes
 # 230 MB.
 MAX_CLIP_BYTES: Final = 512 << 20
+# Lower bound of that memory, for workers with little memory.
 MIN_CLIP_BYTES: Final = 16 << 20
 
 

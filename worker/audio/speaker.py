@@ -34,7 +34,7 @@ class SpeakerFamily:
     most_chars: int
     voices: Callable[[Any], tuple[str, ...]] = lambda _model: ()
     instructions: Callable[[Any], Instructions] = lambda _model: Instructions.NONE
-    # Whether the library encodes control tokens in texts; otherwise it removes the characters of which they consist.
+    # Whether mlx-audio encodes control tokens in texts; otherwise it removes the characters of which they consist.
     shows_marks: bool = True
 
 
@@ -64,7 +64,7 @@ def _qwen_voices(model: Any) -> tuple[str, ...]:
 def _qwen_instructions(model: Any) -> Instructions:
     if model.config.tts_model_type == "voice_design":
         return Instructions.NEEDED
-    # The library ignores instructions for the small model.
+    # mlx-audio ignores instructions for the small model.
     return Instructions.NONE if model.config.tts_model_size == "0b6" else Instructions.TAKEN
 
 

@@ -64,7 +64,7 @@ class StepOutput:
 
 
 class Batch:
-    """The rows on the device. Owned by the thread that owns everything of MLX.
+    """The rows on the device. Owned by the only thread that uses MLX.
 
     `insert` adds a row at any time, `remove` takes it out in any phase, `step` gives decoding rows their next tokens
     and runs one chunk of the prefilling ones. `settle` stores the KV of rows that have ended.

@@ -16,7 +16,7 @@ class BatchMode(StrEnum):
     SINGLE = "single"
 
 
-# Value of `BatchModePlan.attention` if passes with few tokens per row use our attention kernels.
+# Value of `BatchModePlan.attention` if passes with few tokens per row use mlxd's attention kernels.
 KERNEL: Final = "kernel"
 
 

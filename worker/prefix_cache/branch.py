@@ -1,4 +1,5 @@
-"""Cursor of a row in the prefix tree, for drafts from the tokens that followed there before."""
+"""Cursor of a row in the prefix tree. Drafts are taken from the tokens that followed the same text in earlier
+sequences."""
 
 from collections.abc import Sequence
 

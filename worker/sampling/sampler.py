@@ -243,7 +243,7 @@ def _excludes(params: Sampling, position: int) -> bool:
 
 
 def _gumbel(keys: list[list[int]], vocab: int) -> mx.array:
-    """Return noise `[rows, vocab]`; each row's depends only on its key."""
+    """Return Gumbel noise `[rows, vocab]`. The noise of a row depends only on the row's key."""
 
     def one(key: mx.array) -> mx.array:
         return mx.random.gumbel(shape=(vocab,), key=key)

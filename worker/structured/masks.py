@@ -110,7 +110,8 @@ class Masks:
         return min(MAX_PATIENCE_S, max(MIN_PATIENCE_S, self._step_s))
 
     def late(self) -> "list[MaskWork]":
-        """Return the work on masks that the last steps did not wait for; tokens sampled for their rows are invalid."""
+        """Return the work on masks that the last steps did not wait for. Tokens that these steps sampled for the masks'
+        rows are invalid."""
         late, self._late = self._late, []
         return late
 

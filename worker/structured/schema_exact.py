@@ -62,7 +62,7 @@ class _Size:
 class Exact:
     """Schema that llguidance enforces exactly.
 
-    With `has_loose_keys`, a declared key could be repeated in its escaped form.
+    With `has_loose_keys`, a model could write a declared key a second time in its escaped form.
     """
 
     schema: dict[str, Any]

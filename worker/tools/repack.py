@@ -105,7 +105,7 @@ def _delete_leftovers(target: Path, progress: Callable[[str], None]) -> None:
         name = ours.fullmatch(path.name)
         if name is None or path.is_symlink() or not path.is_dir():
             continue
-        # A folder with our own process id belongs to an earlier process.
+        # A folder with this process's own id was left by an earlier process.
         if int(name[1]) == os.getpid() or not psutil.pid_exists(int(name[1])):
             progress(f"deleting {path}, left by a repack that was killed")
             shutil.rmtree(path, ignore_errors=True)

@@ -26,7 +26,7 @@ _WAV_INSTEAD: Final = "WAV files with 8, 16, 24 or 32 bits need nothing."
 # Maximum seconds of a WAV file that is read at once, because the arithmetic takes several times the memory of the
 # samples.
 MAX_WHOLE_S: Final = 60
-# Approximate number of frames in a part of a longer file; parts are whole seconds long.
+# Approximate number of frames in a part of a file that is too long to be read at once; parts are whole seconds long.
 _PART_FRAMES: Final = 1 << 19
 _PART_MIN_S: Final = 4
 # Seconds by which parts overlap on both sides, for resampling.
