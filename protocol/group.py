@@ -211,9 +211,9 @@ class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 class GroupStopped(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Message of rank 0 that the group was stopped, so that its end is no failure.
+    """Message of rank 0 that the group was stopped, so that followers do not treat the end of rank 0 as a failure.
 
-    It replaces `RankHeartbeat` until all have answered `LeaveGroup`.
+    Rank 0 sends it in place of `RankHeartbeat` until all have answered `LeaveGroup`.
     """
 
 

@@ -185,7 +185,7 @@ def _transcript(windows: Iterator[AudioWindow], seconds: float) -> Generator[Aud
 
 
 def _speech(speaker: Speaker, prompt: SpeechPrompt, seed: int, check: Check) -> Generator[AudioPiece]:
-    """Yield a piece for each group of samples that produces bytes, and the end of the file."""
+    """Yield a piece for each group of samples that produces bytes, and a last piece with the end of the file."""
     writer = SoundWriter(prompt.format, speaker.rate, prompt.speed)
     sent = 0
 

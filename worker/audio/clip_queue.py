@@ -75,7 +75,7 @@ class ClipQueue:
         gauges: Gauges,
         refusing: Callable[[int], AbstractContextManager[None]],
     ) -> None:
-        """`refusing` turns any error inside it into a `Rejected` of that rid."""
+        """`refusing(rid)` returns a context manager that turns any error inside it into a `Rejected` of `rid`."""
         self._spec = spec
         self._inbox = inbox
         self._room = room

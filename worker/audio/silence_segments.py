@@ -157,7 +157,8 @@ def windows(samples: Samples, rate: int, most_s: float) -> Iterator[tuple[int, i
 
 
 def _quietest(part: Samples, rate: int) -> int:
-    """Return the middle of the quietest tenth of a second of a part; of equally quiet ones, the last."""
+    """Return the middle of the quietest tenth of a second of a part. If several are equally quiet, the last one
+    counts."""
     stride, length = max(1, int(_STRIDE_S * rate)), max(1, int(_QUIET_S * rate))
     energy = np.concatenate([np.zeros(1), np.cumsum(np.square(part, dtype=np.float64))])
     starts = np.arange(0, max(1, len(part) - length + 1), stride)

@@ -71,7 +71,7 @@ class _Features:
         if piece != self._piece:
             last = (piece + 1) * _PIECE_FRAMES + N_FRAMES + _EDGE_FRAMES
             part = self._samples[first * HOP_LENGTH : last * HOP_LENGTH]
-            # Whisper was trained with silence after the end.
+            # Whisper was trained with silence after the end of a clip.
             padding = N_SAMPLES if last >= self.frames else 0
             self._piece_features = log_mel_spectrogram(part, n_mels=self._mels, padding=padding)
             mx.eval(self._piece_features)

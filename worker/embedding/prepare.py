@@ -46,7 +46,7 @@ class Preparer:
     def __init__(self, model: EmbeddingModel) -> None:
         self._model = model
         self._tokenizer = model.tokenizer
-        # Truncation is set on the tokenizer itself, which two threads use.
+        # The lock is needed because truncation is set on the tokenizer itself, which two threads use.
         self._lock = threading.RLock()
 
     def job(self, request: Generate, arrived: float) -> EmbeddingJob:

@@ -149,7 +149,7 @@ def _prompts(folder: Path) -> tuple[dict[str, str], str, int]:
 
 
 def _max_tokens(folder: Path) -> int:
-    """Return the maximum length of an input by `sentence_bert_config.json`; 0 if it has no limit."""
+    """Return the maximum length of an input according to `sentence_bert_config.json`; 0 if it has no limit."""
     file = folder / "sentence_bert_config.json"
     longest = read_json(file).get("max_seq_length") if file.exists() else None
     return longest if isinstance(longest, int) and longest > 0 else 0

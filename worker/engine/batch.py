@@ -36,7 +36,8 @@ from worker.vision.encoder import MediaEncoder
 
 log = logging.getLogger("mlxd.worker")
 
-# Longer prompts go to disk at the end of their prefill: a successor of this worker may have to resume the row.
+# Prompts with more tokens are written to disk at the end of their prefill, because a successor of this worker may have
+# to resume the row.
 EARLY_STORE_TOKENS: Final = 1024
 # Waiting for another row's prefill pays off if the common prefix has about this many tokens.
 MIN_SHARED_TOKENS: Final = 64

@@ -54,7 +54,7 @@ class Emitter:
         closed: set[Row] = set()
         for token, logprob in zip(output.tokens, self._read_logprobs(output.tokens), strict=True):
             if token.row.is_finished or token.row in closed:
-                continue  # a token of a verify block after the row's end
+                continue  # this token of a verify block comes after the row's end
             if not token.row.stats.first_token:
                 token.row.stats.first_token = now
             self.advance(token.row, token.id, token.ended, logprob)

@@ -14,7 +14,8 @@ from worker.prefix_cache.prefix import PrefixCache
 
 
 class RankPeers(Protocol):
-    """The other ranks. Caches and batches made here report their operations to them. Owned by the engine thread."""
+    """The other ranks. Caches and batches that this object makes report their operations to them. Owned by the engine
+    thread."""
 
     def cache(self, layout: KvLayout, budget: int) -> PrefixCache:
         """Return a prefix cache for the next batch."""

@@ -53,7 +53,7 @@ class RequestLoop(Generic[R]):
         self._early_aborts: dict[int, None] = {}
         self._drain_until: float | None = None
         self._drain_aborted = 0
-        # Requests that arrived before the end of the newest drain are refused as well.
+        # Time at which the newest drain ended. Requests that arrived before that time are refused as well.
         self._drained_at = float("-inf")
         self._is_stopping = False
 

@@ -13,7 +13,7 @@ class RowMedia:
 
     def __init__(self, vision: Vision | None, encoder: MediaEncoder | None) -> None:
         self._encoder = encoder
-        # Tokens of a medium attend to each other in both directions, so that no chunk may cut it.
+        # Whether tokens of a medium attend to each other in both directions, so that no chunk may cut a medium.
         self._keeps_whole = vision is not None and bool(vision.needs.block)
 
     def is_ready(self, row: Row, cached: int, *, is_first: bool = False) -> bool:

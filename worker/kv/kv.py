@@ -97,7 +97,7 @@ def cut_span(span: Span, size: int, at: int) -> tuple[Span, Span]:
 
 
 def extend_windows(span: Span, caches: Sequence[Any], begin: int, end: int) -> Span:
-    """Return the span of an edge that ends at `end`, with windowed layers extended to begin at `begin`."""
+    """Return an edge's span in which the KV of windowed layers begins at `begin`; the edge ends at `end`."""
     held = [leaf for leaf in leaves(caches) if has_kv(leaf)]
     is_short = [is_windowed(leaf) and has[0].shape[2] < end - begin for leaf, has in zip(held, span, strict=True)]
     longer = iter(_pack([_slice(leaf, begin, end) for leaf, short in zip(held, is_short, strict=True) if short]))

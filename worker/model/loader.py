@@ -51,7 +51,8 @@ _DEFAULT_CONTEXT: Final = 8192
 # Limits above this number count as no limit, because a tokenizer without a limit has a number such as 1e30.
 _UNLIMITED_TOKENS: Final = 1_000_000_000
 _LFS_POINTER: Final = b"version https://git-lfs"
-# MAX_HEADER_SIZE of huggingface/safetensors, safetensors/src/tensor.rs: its own readers refuse longer headers too.
+# Limit of headers, the same as MAX_HEADER_SIZE of huggingface/safetensors (safetensors/src/tensor.rs), whose own
+# readers refuse longer headers, too.
 _HEADER_BYTES_MAX: Final = 100_000_000
 
 

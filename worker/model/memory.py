@@ -33,7 +33,7 @@ _KV_FRACTION: Final = 0.75
 _FEATURES_DIVISOR: Final = 8
 # Features get at least this many bytes, but at most half of the memory for prefixes.
 _MIN_FEATURES_BYTES: Final = 64 << 20
-# The memory of Python itself grows a little as requests arrive.
+# Allowance in bytes for the growth of Python's own memory as requests arrive.
 _HOST_GROWTH_BYTES: Final = 16 << 20
 # Failed allocations each halve the memory of KV and prefixes, down to this fraction.
 _MIN_SHRUNK_FRACTION: Final = 0.125

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from tokenizers.decoders import DecodeStream
 
-# Maximum number of tokens whose text is held because it ends in U+FFFD, which DecodeStream does. No character needs as
-# many.
+# DecodeStream holds text that ends in U+FFFD. This is the maximum number of tokens for which it may do so; no character
+# needs as many tokens.
 _MAX_HELD_TOKENS = 16
 _MAX_UTF8_BYTES = 4
 # Maximum number of leading spaces to strip. Metaspace strips all leading spaces of the first piece, so this only has to

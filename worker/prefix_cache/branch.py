@@ -7,9 +7,10 @@ from worker.prefix_cache.radix_tree import RadixNode
 
 
 class PrefixCursor:
-    """Position of a row in the prefix tree. It reads only tokens, each in constant time. Owned by the engine thread.
+    """Position of a row in the prefix tree. The cursor reads only tokens, each in constant time. Owned by the engine
+    thread.
 
-    Edges may be split and evicted in the meantime: a node keeps its tokens and its parent.
+    Edges may be split or evicted while the cursor holds a node, because the node keeps its tokens and its parent.
     """
 
     __slots__ = ("_at", "_node")

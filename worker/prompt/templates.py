@@ -385,9 +385,8 @@ def _mentions_tools(prompt: ChatPrompt) -> bool:
 
 
 def _functions(prompt: ChatPrompt) -> dict[str, Any]:
-    """Return the variables that FireFunction's model card names. The date has no time, so that prompts are equal all
-    day.
-    """
+    """Return the variables that FireFunction's model card names. The date has no time, so that equal chats have equal
+    prompts all day."""
     specs = [tool["function"] for tool in prompt.tools]
     return {"functions": json.dumps(specs, indent=4, ensure_ascii=False), "datetime": f"{datetime.now(UTC):%Y-%m-%d}"}
 

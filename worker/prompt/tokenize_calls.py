@@ -41,7 +41,7 @@ class TokenizeCalls:
         refusing: Callable[[int], AbstractContextManager[None]],
         gauges: Gauges,
     ) -> None:
-        """`refusing` turns any error inside it into a `Rejected` of that rid."""
+        """`refusing(rid)` returns a context manager that turns any error inside it into a `Rejected` of `rid`."""
         self._intake = intake
         self._send = send
         self._refusing = refusing

@@ -56,7 +56,7 @@ def count_kept(tokens: int, part: float) -> int:
 
 
 def choose(importance: npt.NDArray[np.float32], part: float) -> SelectedTokens:
-    """Keep the blocks whose tokens have the highest mean importance; of equal blocks, the earliest."""
+    """Keep the blocks whose tokens have the highest mean importance; earlier blocks come first if several are equal."""
     tokens = len(importance)
     blocks = math.ceil(tokens / BLOCK_TOKENS)
     always = {*range(HEAD_BLOCKS), *range(max(0, blocks - TAIL_BLOCKS), blocks)}

@@ -6,8 +6,8 @@ from fractions import Fraction
 from typing import Any, Final, cast
 
 MAX_DEPTH: Final = 64
-# Maximum of multipleOf, and of the least common multiple of several. The automaton has a state per remainder; 10^6
-# states take seconds to build.
+# Maximum value of multipleOf, and of the least common multiple of several such values. The automaton has one state per
+# remainder, and 10^6 states take seconds to build.
 MAX_MULTIPLE: Final = 20_000
 
 # Keywords whose value is a schema, a list of schemas, or an object of schemas.

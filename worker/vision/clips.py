@@ -22,7 +22,7 @@ _NO_PYAV: Final = (
 )
 _FRAMES_INSTEAD: Final = "A list of JPEG frames (data:video/jpeg;base64,…) needs nothing."
 _LENGTH: Final = struct.Struct(">I")
-# Container formats with embedded media only: a playlist or a concatenation could name other files and URLs.
+# Allowed container formats, which all embed their media: a playlist or a concatenation could name other files and URLs.
 _FORMATS: Final = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,mp3,flac,wav,w64,aac,aiff,amr,caf,asf"
 # Frames per second of a list of frames without a rate.
 _DEFAULT_RATE: Final = 2.0

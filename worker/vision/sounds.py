@@ -31,7 +31,7 @@ _PART_FRAMES: Final = 1 << 19
 _PART_MIN_S: Final = 4
 # Seconds by which parts overlap on both sides, for resampling.
 _OVERLAP_S: Final = 1
-# Minimum bytes per second of a file, which only a silent file or one with a wrong header goes below.
+# Minimum number of bytes per second of sound. Only a silent file, or a file with a wrong header, has fewer.
 _MIN_BYTES_PER_SECOND: Final = 64
 # Minimum number of samples by which the array grows, and number of samples between two calls of `Reserve`.
 _GROWTH_SAMPLES: Final = 1 << 18

@@ -17,8 +17,9 @@ from worker.sparse.selected_tokens import SelectedTokens
 PROMPT_TOKENS: Final = 24
 # Tokens [begin, end) of the two runs; the tokens between them are the gap.
 _RUNS: Final = ((0, 6), (13, PROMPT_TOKENS))
-# Maximum deviation of the top tokens' log-probabilities, in float32 and in 16 bits.
+# Maximum deviation of the top tokens' log-probabilities in float32.
 EXACT_LIMIT: Final = 1e-3
+# Maximum deviation of the top tokens' log-probabilities in 16 bits.
 ROUNDED_LIMIT: Final = 0.5
 _TOP_TOKENS: Final = 8
 

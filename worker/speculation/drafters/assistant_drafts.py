@@ -1,8 +1,8 @@
 """Drafts by a Gemma 4 assistant, for the rows of a batch.
 
 An assistant has no KV of its own: its few layers attend to the KV of the target's last layer of each attention type.
-Its first input is the target's last state and the token after it, each later input its own last state. Its position
-does not change.
+The first input of a draft is the target's last state and the token after it; each later input has the assistant's own
+last state instead. The position is the same for all tokens of a draft.
 """
 
 from collections.abc import Mapping, Sequence

@@ -33,7 +33,7 @@ class DraftHead(Protocol):
     def __call__(self, tokens: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array: ...
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """Return logits as wide as the target's."""
+        """Return logits with the target's vocabulary size."""
         ...
 
 

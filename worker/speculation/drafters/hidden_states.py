@@ -38,9 +38,8 @@ class CapturedStates:
 
 
 class HiddenStateCapture:
-    """Records of the newest forward passes; of a prompt, only the last `tail` tokens are kept. Owned by the engine
-    thread.
-    """
+    """Records of the newest forward passes; only the last `tail` tokens of a prompt are kept. Owned by the engine
+    thread."""
 
     def __init__(self, tail: int = PROMPT_TAIL_TOKENS) -> None:
         self._tail = tail

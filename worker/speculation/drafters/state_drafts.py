@@ -2,7 +2,7 @@
 
 The drafter has its own KV, with a row for each row of the target. It processes a row's recorded states when a draft is
 requested: the newest together with those of the other rows. A row whose KV comes from the prefix cache, or that returns
-from the queue, has states only from that token on.
+from the queue, has no states for tokens that were not computed again.
 """
 
 from abc import abstractmethod

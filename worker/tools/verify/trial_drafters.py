@@ -1,4 +1,4 @@
-"""Drafters that always draft, even if drafts do not pay, to check that drafts change no token."""
+"""Drafters that always draft, even if drafts are not worth their time, to check that drafts change no token."""
 
 import random
 from collections.abc import Sequence

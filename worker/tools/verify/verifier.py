@@ -196,7 +196,7 @@ class Verifier:
         return VerifyCheck("dequantized", note="no step reads codes on this machine", is_skipped=True)
 
     def _sparse(self) -> VerifyCheck:
-        """Check sparse prompts, together and resumed, against each one alone."""
+        """Compare sparse prompts that run together, or are resumed, with each prompt run alone."""
         if self._loaded.max_context < SPARSE_PROMPT + SPARSE_OUTPUT:
             return VerifyCheck("sparse prefill", note="the context is too short", is_skipped=True)
         requests = sparse_requests(self._loaded.vocab_size)
