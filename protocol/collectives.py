@@ -28,7 +28,7 @@ VARIABLES: Final = (
 BACKENDS: Final = ("ring", "jaccl", "nccl")
 # Maximum number of machines that are all cabled to each other.
 MESH_MAX: Final = 8
-# Separator of several devices of one link.
+# Separator between the devices of one link.
 SEPARATOR: Final = ","
 
 

@@ -58,7 +58,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExitStatus(IntEnum):
-    """Exit statuses of a worker (from sysexits.h where one fits)."""
+    """Exit statuses of a worker. They are those of sysexits.h where it has a suitable one."""
 
     OK = 0
     BAD_CONFIG = 64

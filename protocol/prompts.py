@@ -32,7 +32,7 @@ class ChatPrompt(msgspec.Struct, frozen=True, array_like=True, tag=1):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = []
     template_kwargs: dict[str, Any] = {}
-    # Continue the last assistant message instead of opening a new one.
+    # Whether the model continues the last assistant message instead of opening a new one.
     continue_final: bool = False
     # Whether the model reasons; None means the template's default.
     thinking: bool | None = None

@@ -39,10 +39,10 @@ _WIDTHS: Final = ("intermediate_size", "moe_intermediate_size", "shared_expert_i
 
 
 def resolve(config: Mapping[str, Any], parallel: str, backend: str, *, has_cuda: bool) -> tuple[str, str]:
-    """Resolve an `auto` backend to NCCL if MLX computes on CUDA, otherwise to a ring; and `auto` parallelism.
+    """Resolve an `auto` backend to NCCL if MLX computes on CUDA, otherwise to a ring; also resolve `auto` parallelism.
 
-    A ring gets a pipeline if the architecture has one: each layer of a tensor-parallel model waits for the network
-    twice.
+    A ring gets a pipeline if the architecture has one, because each layer of a tensor-parallel model waits for the
+    network twice.
     """
     backend = (NCCL if has_cuda else RING) if backend == AUTO else backend
     if parallel == AUTO:

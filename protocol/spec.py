@@ -27,10 +27,11 @@ class HostSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Group of a model that several processes run together, as configured: the node of each rank, this one first.
+    """Group of a model that several processes run together, as configured: the node of each rank, this machine's rank
+    first.
 
     `parallel` is `tensor` (each rank has a part of every layer) or `pipeline` (each rank has some layers), `backend` is
-    `ring`, `nccl` or `jaccl`. `split` are layers by rank of a pipeline; empty means an even split.
+    `ring`, `nccl` or `jaccl`. `split` has the number of layers of each rank of a pipeline; empty means an even split.
     """
 
     nodes: tuple[str, ...]
@@ -151,14 +152,15 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     speculate: str = "auto"
     # Draft model, in the same form as `path`; empty means none.
     draft: str = ""
-    # One of `protocol.kinds`; empty means detection from the model's files.
+    # Kind of the model, one of `protocol.kinds`; empty means detection from the model's files.
     kind: str = ""
     # Whether embeddings may be truncated even if the model's files do not declare it.
     matryoshka: bool = False
     # Names and folders of adapters that rows may use.
     adapters: tuple[tuple[str, str], ...] = ()
-    # Group of a model that several processes run together, and the rank of this process.
+    # Group of a model that several processes run together; None for a single process.
     group: GroupSpec | None = None
+    # Rank of this process in the group; None for a single process.
     rank: RankSpec | None = None
     # Bits per value of the KV of running rows and cached prefixes, 8 or 4; 0 means the model's own precision.
     kv_bits: int = 0

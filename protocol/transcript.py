@@ -11,7 +11,7 @@ SPOKEN_TOKENS_PER_S: Final = 20
 # Upper bound of the memory for the decoded samples of all clips, which is a part of the worker's memory. One hour takes
 # 230 MB.
 MAX_CLIP_BYTES: Final = 512 << 20
-# Lower bound of that memory, for workers with little memory.
+# Lower bound of the memory for the decoded samples of all clips.
 MIN_CLIP_BYTES: Final = 16 << 20
 
 

@@ -18,7 +18,8 @@ class Grid:
 
 
 def positions(length: int, blocks: Sequence[tuple[int, Grid]]) -> npt.NDArray[np.int32]:
-    """Return positions `[3, length]`: consecutive numbers on all axes for text, coordinates in the grid for a grid.
+    """Return positions `[3, length]`. Text has consecutive numbers on all axes, and each grid has the coordinates of
+    its features.
 
     Text after a grid continues after the grid's largest position, as in transformers 4 and in the models' training.
     Since transformers 5.23 it continues after the larger of height and width, which differs for videos with many

@@ -11,7 +11,8 @@ POLL_S: Final = 0.05
 
 
 async def wait_exit(pid: int, is_gone: Callable[[], bool]) -> None:
-    """Wait for the exit of process `pid`, by an event within milliseconds, or where there is none by `is_gone`."""
+    """Wait for the exit of process `pid`. The system reports it within milliseconds; where it cannot, `is_gone` is
+    polled."""
     fd = _exit_fd(pid)
     if fd is None:
         while not is_gone():  # noqa: ASYNC110 - this system has no exit event

@@ -106,7 +106,7 @@ class Incarnation:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Pids of the worker's processes on this machine: of a group, all local ranks."""
+        """Pids of the worker's processes on this machine; for a group, of all its local ranks."""
         if isinstance(self.process, RankGroup):
             return self.process.pids
         return (self.process.pid,) if self.process is not None else ()

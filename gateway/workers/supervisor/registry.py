@@ -63,7 +63,7 @@ class WorkerRecord(WorkerProcess, frozen=True, kw_only=True):
     spec: WorkerSpec
     # The previous version of this program identifies a process by this field.
     create_time: float = 0.0
-    # The other local ranks of a group.
+    # Processes of the group's other local ranks.
     ranks: list[WorkerProcess] = []
 
 

@@ -65,7 +65,7 @@ class _SshFailure:
     text: str
 
 
-# The first matching entry applies.
+# Known failures of ssh; the first entry that matches a line of its output applies.
 _SSH_FAILURES: Final = (
     _SshFailure(
         "REMOTE HOST IDENTIFICATION HAS CHANGED",

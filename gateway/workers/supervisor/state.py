@@ -46,7 +46,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     pid: int = 0
     is_adopted: bool = False
-    # Whether the daemon is ready only once this worker is.
+    # Whether the daemon counts as ready only after this worker is ready.
     is_preload: bool = False
     ready: Ready | None = None
     stats: Stats | None = None

@@ -31,9 +31,9 @@ LONG_ROW_TOKENS: Final = 1088
 SHORT_ROW_TOKENS: Final = 300
 # Maximum deviation in float32, relative to the largest output. A wrong kernel deviates by about 1.
 EXACT_LIMIT: Final = 1e-3
-# Maximum deviation of attention whose scores are in 16 bits.
+# Maximum deviation of attention whose scores are in 16 bits, relative to the largest output.
 ATTENTION_LIMIT: Final = 3e-2
-# Maximum deviation of a whole model in 16 bits.
+# Maximum deviation of a whole model's output in 16 bits, relative to the largest output.
 MODEL_LIMIT: Final = 0.1
 # A warning is logged if quantization moves more than this part of the next token's probability to other tokens.
 SHIFT_WARNING: Final = 0.2
