@@ -127,8 +127,7 @@ class Intake:
         adapter = self._adapter(request.adapter)
         encoded = self._encode_fitting(request)
         ids, text = encoded.ids, encoded.text
-        # The ids in `resume` were sampled by the model itself, possibly from the padding of its table beyond the
-        # vocabulary.
+        # The model itself sampled the ids in `resume`, possibly from the padding of its table beyond the vocabulary.
         self._check_ids(request.resume, "resume", self._table_rows)
         keep = self._sparse.keep_of(request, len(ids), has_media=bool(encoded.spans))
         is_chat = isinstance(request.prompt, ChatPrompt)

@@ -228,8 +228,7 @@ class Worker(WorkerHandle):
         incarnation.admission = self._start_task(incarnation.wait_for_memory(spec))
 
     def _on_adopt(self, command: inbox.AdoptProcess) -> None:
-        """Adopt a worker of an earlier gateway. It serves once it has sent Ready and Drained; otherwise it is
-        replaced."""
+        """Adopt a worker of an earlier gateway. It serves once it has sent Ready and Drained, else it is replaced."""
         self.incarnation = self._new_incarnation(command.epoch)
         self.incarnation.adopt(command.process)
         self._enter(State.STARTING)
