@@ -235,9 +235,10 @@ class ClipQueue:
             self._room.give_back(clip.tenant, reserved)
 
     def _reserve(self, clip: PendingClip, size_bytes: int) -> None:
-        """Reserve memory for a clip's samples. Raises `_Ended`, and `RequestInvalid` for more than the model's limit.
+        """Reserve memory for a clip's samples. Raises `RequestInvalid` if the clip needs more than the model's limit,
+        and `_Ended`.
 
-        Raises `_NoRoom` if other clips hold the memory: then decoding restarts when enough is free.
+        Raises `_NoRoom` if other clips hold the memory; decoding then restarts when enough is free.
         """
         with self._room.changed:
             self._expire()

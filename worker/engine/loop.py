@@ -1,12 +1,13 @@
 """Step loop: runs on the only thread that uses MLX.
 
-Who owns what, from the loop to the model:
-- `Engine.run` handles commands, admits, preempts, recovers and ends rows. It has all rows, and the queue.
-- `Engine._run_step` has the pacer size a chunk, the batch run a step, and the emitter send the output.
-- `Batch.step` is a step as the rows see it. It has the rows on the device, with their media, grammars and draws, and
+Owners of state and work, from the loop to the model:
+- `Engine.run` handles commands, and admits, preempts, recovers and ends rows. It owns all rows, and the queue.
+- `Engine._run_step` calls the pacer for a chunk size, the batch for a step, and the emitter to send the output.
+- `Batch.step` runs a step for all rows. It owns the rows on the device, with their media, grammars and draws, and
   moves KV between them and the prefix cache.
-- `Generator.run_passes` makes the forward passes of a step. It has the sequences by phase, and the caches of prompts.
-- `DecodeBatch.decode` gives each row past its prompt its next tokens. It has their caches, and the pass in flight.
+- `Generator.run_passes` makes the forward passes of a step. It owns the sequences by phase, and the caches of prompts.
+- `DecodeBatch.decode` gives each row past its prompt its next tokens. It owns their caches, and the pass in flight.
+
 The state of one sequence is on its `Row`, and on `Row.sequence` while it is in the batch (row.py).
 """
 
