@@ -1,7 +1,7 @@
 """State of one sequence that drafters keep on it, so that it ends with the sequence."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from worker.speculation.text_sources.indexed_text import Tokens
@@ -38,6 +38,30 @@ class Branch(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class BackOff:
+    """Exponential back-off: after failures without a success between them, the next 1, 3, 7, … turns are skipped."""
+
+    _failures: int = 0
+    _left: int = 0
+
+    def skips(self) -> bool:
+        """Return whether this turn is skipped."""
+        if self._left == 0:
+            return False
+        self._left -= 1
+        return True
+
+    def fail(self, most: int) -> None:
+        """Skip the next turns; `most` is the maximum exponent of 2 of their number."""
+        self._failures = min(self._failures + 1, most)
+        self._left = (1 << self._failures) - 1
+
+    def reset(self) -> None:
+        """End the series of failures."""
+        self._failures = 0
+
+
 @dataclass(slots=True, eq=False)
 class DraftedText:
     """Text of one row, with the acceptance of its drafts.
@@ -59,19 +83,12 @@ class DraftedText:
     branch: Branch | None = None
     # Number of tokens for which the row has followed this branch.
     followed: int = 0
-    # Remaining steps without lookup in the current back-off.
-    rest: int = 0
-    # Exponent of the back-off's length.
-    rests: int = 0
+    # Pauses of the lookup after drafts that were wrong from the first token.
+    back_off: BackOff = field(default_factory=BackOff)
 
     @classmethod
     def of(cls, tokens: Tokens, drafting: Drafting) -> "DraftedText":
         return cls(Lookup(tokens, drafting.prediction), drafting, len(tokens))
-
-    def back_off(self, most: int) -> None:
-        """Pause lookup for 1, 3, 7, … steps, longer each time; `most` is the maximum exponent."""
-        self.rests = min(self.rests + 1, most)
-        self.rest = (1 << self.rests) - 1
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from typing import Final
 
 from protocol.stats import DraftStats, Stats
 from worker.errors import is_allocation_failure, is_gpu_fault
-from worker.speculation.draft_state import Branch, DraftedRow, DraftedText, Drafting
+from worker.speculation.draft_state import BackOff, Branch, DraftedRow, DraftedText, Drafting
 from worker.speculation.drafter import Drafter, Draw, Proposer, Rows
 from worker.speculation.policy.draft_width import WIDTHS, StepCosts
 from worker.speculation.policy.proposals import PRIOR_ACCEPTANCE, Proposals
@@ -28,11 +28,11 @@ _ROW_LEARNING_RATE: Final = 0.15
 _RECOVERY_RATE: Final = 0.02
 _MODEL_RECOVERY_RATE: Final = 0.005
 _MODELS: Final = (DraftSource.HEAD, DraftSource.EAGLE, DraftSource.MODEL, DraftSource.BLOCK, DraftSource.ASSISTANT)
-# A row whose drafts are repeatedly wrong from the first token has no lookup for 1, 3, 7, then 15 steps (exponential
-# back-off). The two constants are maximum exponents of 2; the smaller one is for drafts that would not make steps
-# faster.
-_MAX_BACK_OFF: Final = 4
-_MAX_UNPAID_BACK_OFF: Final = 2
+# A row whose drafts are repeatedly wrong from the first token has no lookup for 1, 3, 7, then 15 steps; a batch whose
+# drafts would not make steps faster has none for 1, then 3 steps. The rows of a batch pause together, because a block
+# is only worth its time if many rows have drafts. The constants are maximum exponents of 2.
+_MAX_ROW_BACK_OFF: Final = 4
+_MAX_BATCH_BACK_OFF: Final = 2
 # Maximum number of tokens of a row's text that a tick indexes: a whole long prompt would take the time of several
 # steps.
 _INDEXED_TOKENS_PER_TICK: Final = 4096
@@ -66,6 +66,7 @@ class Speculator(Drafter):
         # Rows whose text is not completely indexed, the oldest first.
         self._unindexed: list[DraftedText] = []
         self._rates: dict[tuple[DraftSource, int], float] = {}
+        self._back_off = BackOff()
         # Drafts of the newest block, by row.
         self._guesses: list[LookupGuess | None] = []
 
@@ -152,7 +153,7 @@ class Speculator(Drafter):
         if not self.costs.may_pay(len(rows)):
             return False
         odds: list[list[float]] = []
-        asking: list[DraftedText] = []
+        is_pausing, has_guess = self._back_off.skips(), False
         models: list[list[float]] = []
         for each, limit in zip(rows, most, strict=True):
             row = each.draft.followed if limit > 0 else None
@@ -163,22 +164,21 @@ class Speculator(Drafter):
             longest = min(limit, row.drafting.most) + 1
             if len(row.expected) > 1:
                 own = [1.0] * (min(longest, len(row.expected)) - 1)
-            elif row.rest:
-                row.rest -= 1
-            else:
+            elif not is_pausing and not row.back_off.skips():
                 guess = self._branch(row, longest) or self._guess(row, longest)
             if guess is not None:
                 row.rate += _RECOVERY_RATE * (_PRIOR_ACCEPTANCE - row.rate)
                 own = self._odds(row, guess)[1:]
-                asking.append(row)
+                has_guess = True
             odds.append(own)
             if self._proposals is not None:
                 row.model_rate += _MODEL_RECOVERY_RATE * (PRIOR_ACCEPTANCE - row.model_rate)
                 models.append(max(self._model_odds(each, row, limit), own, key=sum))
         if any(odds) and self.costs.width(len(rows), odds) > 1:
+            self._back_off.reset()
             return True
-        for row in asking:
-            row.back_off(_MAX_UNPAID_BACK_OFF)
+        if has_guess:
+            self._back_off.fail(_MAX_BATCH_BACK_OFF)
         return bool(models) and self._best_with_model(len(rows), models)[0] > 1
 
     def drafts(self, rows: Sequence[DraftedRow], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
@@ -283,9 +283,9 @@ class Speculator(Drafter):
                 row.model_rate += _ROW_LEARNING_RATE * (is_right - row.model_rate)
             return
         if right:
-            row.rests = 0
+            row.back_off.reset()
         else:
-            row.back_off(_MAX_BACK_OFF)
+            row.back_off.fail(_MAX_ROW_BACK_OFF)
         key = _kind(guess)
         rate = self._rates.get(key, _PRIOR_ACCEPTANCE)
         for is_right in seen:

@@ -127,6 +127,21 @@ def test_a_row_whose_drafts_are_wrong_is_looked_at_ever_more_rarely_until_one_is
     assert speculator.is_ready([row], [8])
 
 
+def test_rows_that_came_at_different_times_ask_for_drafts_at_the_same_step() -> None:
+    """A block of four rows takes 2.5 plain steps: it is worth that only if most of the rows have a draft."""
+    speculator = Speculator()
+    for width, seconds in ((1, 0.01), (2, 0.02), (4, 0.025)):
+        speculator.costs.observe(4, width, seconds)
+    rows = [Drafted() for _ in range(4)]
+    for at, each in enumerate(rows):
+        speculator.add(each, np.array(TEXT * 2 + TEXT[:9], dtype=np.int32), Drafting())
+        # The rows that came first have too few drafts alone, and pause.
+        here, limits = rows[: at + 1], [15] * (at + 1)
+        if at < 3:
+            speculator.is_ready([*here, *[Drafted() for _ in range(3 - at)]], [*limits, *[0] * (3 - at)])
+    assert any(speculator.is_ready(rows, [15] * 4) for _ in range(4))
+
+
 class Failing:
     """A proposer that raises when it is asked, or answers with the tokens that follow in `TEXT`."""
 
