@@ -93,7 +93,7 @@ class Renderer:
         # Kinds of media that the template renders in a user's message, and roles whose media it does not render.
         self.shown = frozenset(kind for kind in (markers.by_kind if markers else ()) if self._shows("user", kind))
         self._hiding = frozenset(role for role in ("tool", "assistant", "system") if not self._shows(role))
-        self._bridge = "" if self._takes_moved("") else SHOWN_NEXT
+        self._bridge = "" if self._takes_moved() else SHOWN_NEXT
 
     def render(self, prompt: ChatPrompt, *, opens_answer: bool = True) -> str:
         """Render the prompt's text, including special tokens. Raises `RequestInvalid`."""
@@ -248,11 +248,11 @@ class Renderer:
         }
         return self._markers.kinds(self._try(turns[role], [_PROBE_TOOL] if role == "tool" else []) or "") == [kind]
 
-    def _takes_moved(self, bridge: str) -> bool:
+    def _takes_moved(self) -> bool:
         """Return whether media of a result can move to a user message directly after it."""
         if self._markers is None:
             return True
-        text = self._try(self._write_calls(media_to_users(_SHOWN_RESULT, self._hiding, bridge)), [_PROBE_TOOL]) or ""
+        text = self._try(self._write_calls(media_to_users(_SHOWN_RESULT, self._hiding)), [_PROBE_TOOL]) or ""
         return self._markers.kinds(text) == ["image"]
 
     def _choose_calls(self) -> Callable[[Messages], Messages]:

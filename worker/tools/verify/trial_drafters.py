@@ -71,12 +71,12 @@ class EagerDrafts(_TrialDrafts):
 class NoisyDrafts(_TrialDrafts):
     """Drafter of drafts of varying length from known outputs of the rows, partly replaced by random tokens."""
 
-    def __init__(self, vocab_size: int, longest: int = 6, seed: int = 0) -> None:
+    def __init__(self, vocab_size: int, longest: int = 6) -> None:
         super().__init__(longest)
         self._texts: list[list[int]] = []
         self._vocab_size = vocab_size
         self._longest = longest
-        self._rng = random.Random(seed)
+        self._rng = random.Random(0)
 
     def learn(self, text: Sequence[int]) -> None:
         """Add a whole sequence of prompt and output."""
