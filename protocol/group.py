@@ -45,7 +45,6 @@ class JoinGroup(msgspec.Struct, frozen=True, array_like=True, tag=1):
     versions: Versions
     form: str
     device: str = ""
-    free_bytes: int = 0
     links: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
 
@@ -72,7 +71,6 @@ class RankLoaded(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
     rank: int
     shard_bytes: int
-    seconds: float
     needs_checkpoints: bool
 
 
@@ -175,7 +173,7 @@ class RankMemory(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """Memory of a rank: KV bytes of a sequence by its length, and the rank's limits for KV and for prefixes.
 
     `windows` are (bytes per token, maximum tokens) of sliding windows; `widest` is the layer with the most bytes per
-    token; `arrays` is the number of arrays in a cached prefix with a checkpoint. `limit` is MLX's memory limit.
+    token; `arrays` is the number of arrays in a cached prefix with a checkpoint.
     """
 
     rank: int
@@ -186,7 +184,6 @@ class RankMemory(msgspec.Struct, frozen=True, array_like=True, tag=6):
     arrays: int
     kv_bytes: int
     prefix_bytes: int
-    limit: int = 0
 
 
 class RankHeartbeat(msgspec.Struct, frozen=True, array_like=True, tag=7):

@@ -191,8 +191,10 @@ class Stats(msgspec.Struct, array_like=True):
     heard_s: Annotated[
         float, _counter("audio_heard_seconds", "Seconds of clips that were transcribed or translated.")
     ] = 0.0
-    spoken_s: Annotated[float, _counter("audio_spoken_seconds", "Seconds of speech that were made.")] = 0.0
-    audio_s: Annotated[float, _counter("audio_compute_seconds", "Time in which a model of audio heard or spoke.")] = 0.0
+    spoken_s: Annotated[float, _counter("audio_spoken_seconds", "Seconds of speech that were synthesized.")] = 0.0
+    audio_s: Annotated[
+        float, _counter("audio_compute_seconds", "Time in which an audio model transcribed or synthesized speech.")
+    ] = 0.0
     expert_cache_bytes: Annotated[
         int, _gauge("expert_cache_bytes", "Experts in memory, of a model whose experts are on disk.")
     ] = 0

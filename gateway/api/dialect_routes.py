@@ -1,6 +1,6 @@
 """Operations of the dialects' APIs: OpenAI, audio, scores, Anthropic, Responses and Ollama."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Final
 
 from gateway.api.anthropic import request as anthropic
@@ -227,6 +227,8 @@ _reads = partial(tokenization, error=ollama_out.ErrorLine)
 _lists = partial(Operation, "GET", error=ollama_out.ErrorLine)
 
 
+# Methods of one path have the same advice: they share a maker, and so a route, whose 405 answer lists all of them.
+@cache
 def _refusal(advice: str) -> Maker:
     return lambda _: Refusal(advice)
 

@@ -34,6 +34,8 @@ DEMOS: Final = {"demo": "demo_model", "demo-vision": "demo_vision"}
 DEMO_ADAPTER: Final = "demo-adapter"
 _BUILT_IN: Final = DEMOS | {DEMO_ADAPTER: "demo_adapter"}
 _ADAPTER_FILES: Final = ("adapters.safetensors", "adapter_model.safetensors")
+# MAX_HEADER_SIZE of huggingface/safetensors, safetensors/src/tensor.rs, which the worker's loader applies too.
+_HEADER_BYTES_MAX: Final = 100_000_000
 _FLOAT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -337,6 +339,9 @@ def _header(file: Path) -> dict[str, TensorEntry]:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > file.stat().st_size - 8:
                 raise Unreadable(f"{file} is truncated, or no safetensors file")
+            if length > _HEADER_BYTES_MAX:
+                limit = f"{length} bytes, more than the {_HEADER_BYTES_MAX} that the format allows"
+                raise Unreadable(f"{file} has a safetensors header of {limit}")
             header: dict[str, msgspec.Raw] = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
         tensors = {
             name: msgspec.json.decode(entry, type=TensorEntry) for name, entry in header.items() if name != METADATA

@@ -5,7 +5,6 @@
 import json
 import logging
 import time
-from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -28,8 +27,7 @@ _NO_PROFILE: Final = ProfileConfig()
 class Defaults:
     """Caches models with their defaults. Values from a model's folder are kept until the next configuration."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._known: dict[tuple[str, str], ModelConfig] = {}
         self._retry_at: dict[tuple[str, str], float] = {}
 
@@ -37,11 +35,11 @@ class Defaults:
         """Return `model` with the defaults of `profile`, or with its own if there is no such profile."""
         key = (model.full_name, profile)
         known = self._known.get(key)
-        if known is not None and self._clock() < self._retry_at.get(key, float("inf")):
+        if known is not None and time.monotonic() < self._retry_at.get(key, float("inf")):
             return known
         own = recommended(model.path)
         if own is None:
-            self._retry_at[key] = self._clock() + MISSING_RETRY_S
+            self._retry_at[key] = time.monotonic() + MISSING_RETRY_S
         else:
             self._retry_at.pop(key, None)
         chosen = model.profiles.get(profile, _NO_PROFILE)

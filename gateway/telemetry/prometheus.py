@@ -231,7 +231,7 @@ def _of_models(models: Mapping[str, ModelMetrics]) -> Iterator[Metric]:
     modes = [([model, m.batch_mode], 1) for model, m in models.items() if m.batch_mode]
     yield _gauge(
         "worker_lane",
-        "Lane of the worker, how its rows share a forward pass: 1 for the current one.",
+        "Batch mode of the worker: how its rows share a forward pass. 1 for the current one.",
         ["model", "lane"],
         modes,
     )

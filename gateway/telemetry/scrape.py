@@ -28,7 +28,6 @@ class ScrapeText:
         self._text: bytes | None = None
         self._allowance = BURST
         self._at = clock()
-        self.renderings = 0
 
     async def read(self) -> bytes:
         """Return the current text. When the rate limit is reached, the text may be up to `PERIOD_S` old.
@@ -51,7 +50,6 @@ class ScrapeText:
             return self._text
 
     async def _render(self) -> bytes:
-        self.renderings += 1
         families: list[bytes] = []
         for family in self._exposition.families():
             families.append(family)

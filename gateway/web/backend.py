@@ -45,8 +45,7 @@ class Backend:
         self.feed = Feed(services, daemon.status, self.sampler, self.downloads, self.gate.sessions)
         self._configuration = Configuration(services)
         self.routes = [
-            Route(LOG_IN, self.entrance.log_in, methods=["POST"]),
-            Route(LOG_IN, self.entrance.log_out, methods=["DELETE"]),
+            Route(LOG_IN, self.entrance.log_in_or_out, methods=["POST", "DELETE"]),
             Route(ME, self.entrance.show_visitor, methods=["GET"]),
             get(f"{PREFIX}/status", daemon.show_status),
             get(f"{PREFIX}/usage", daemon.usage_by_day),

@@ -44,7 +44,11 @@ class Entrance:
             Route("/v1/ui/revoke", self._revoke, methods=["POST"]),
         ]
 
-    async def log_in(self, request: Request) -> Response:
+    async def log_in_or_out(self, request: Request) -> Response:
+        # A path has one route, whose 405 answer lists all of its methods.
+        return await (self._log_out if request.method == "DELETE" else self._log_in)(request)
+
+    async def _log_in(self, request: Request) -> Response:
         """Exchange a login code for a session."""
         record = record_of(request.scope)
         opened = self._gate.sessions.redeem((await read_order(request.scope, request.receive, _log_in)).code)
@@ -58,7 +62,7 @@ class Entrance:
         self._services.audit.record(entry("ui.login", session.id, client=str(record.client), actor=AuditActor()))
         return json_response(LoggedIn(token, IDLE_S, protocol.__version__))
 
-    async def log_out(self, request: Request) -> Response:
+    async def _log_out(self, request: Request) -> Response:
         """End the session of the request."""
         self._gate.sessions.end(session_of(request.scope))
         return json_response({})

@@ -48,8 +48,7 @@ class ModelFinder:
             Route(f"{prefix}/hub/search", self._search, methods=["GET"]),
             Route(f"{prefix}/hub/recommend", self._recommend, methods=["GET"]),
             Route(f"{prefix}/hub/info", self._inspect, methods=["GET"]),
-            Route(f"{prefix}/pulls", self._list_pulls, methods=["GET"]),
-            Route(f"{prefix}/pulls", self._pull, methods=["POST"]),
+            Route(f"{prefix}/pulls", self._list_or_add_pulls, methods=["GET", "POST"]),
             Route(f"{prefix}/pulls/{{id}}", self._cancel_pull, methods=["DELETE"]),
         ]
 
@@ -89,7 +88,9 @@ class ModelFinder:
         models = await self._query(HubOrder("info", self._available_bytes(), repository=repository))
         return json_response(models.models[0])
 
-    async def _list_pulls(self, request: Request) -> Response:
+    async def _list_or_add_pulls(self, request: Request) -> Response:
+        if request.method == "POST":
+            return await self._pull(request)
         return json_response(Pulls(self._downloads.views()))
 
     async def _pull(self, request: Request) -> Response:

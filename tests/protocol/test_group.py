@@ -26,11 +26,11 @@ def test_each_operation_of_a_plan_survives_its_frame() -> None:
 
 def test_what_followers_say_survives_its_frame() -> None:
     join = g.JoinGroup(
-        3, 1, 42, "né", g.Versions("0.1.0", "0.32.4", "0.32.2"), "form", "gpu", 9, ("1.2.3.4:5",), ("", "a")
+        3, 1, 42, "né", g.Versions("0.1.0", "0.32.4", "0.32.2"), "form", "gpu", ("1.2.3.4:5",), ("", "a")
     )
     said: list[g.Up] = [
-        join, g.RankLoaded(1, 2, 0.5, True), g.PlanDone(1, 7, 8, 9, 10), g.RankMemory(1, 2, ((3, 4),), 5, 6, 7, 8, 9,
-        10),
+        join, g.RankLoaded(1, 2, True), g.PlanDone(1, 7, 8, 9, 10), g.RankMemory(1, 2, ((3, 4),), 5, 6, 7, 8,
+        9),
     ]  # fmt: skip
     assert [g.decode_up(g.encode(message)) for message in said] == said
     watched: list[g.Watch] = [

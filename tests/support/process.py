@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from protocol import codec
-from protocol.from_worker import Pong, Ready, Up
+from protocol.from_worker import Goodbye, Pong, Ready, Up
 from protocol.spec import WorkerSpec
 from protocol.to_worker import Down, Ping, Welcome
 from tests.support.scale import patient
@@ -105,7 +105,7 @@ class Gateway:
                 time.sleep(0.01)
 
     def expect(self, kind: type[Message], where: Callable[[Message], bool] = lambda _: True) -> Message:
-        """The next message of this kind that was not expected before."""
+        """The next message of this kind that was not expected before; fails at once after the worker's last one."""
         deadline = time.monotonic() + patient(TIMEOUT_S)
         while True:
             while self._read < len(self.seen):
@@ -113,6 +113,7 @@ class Gateway:
                 self._read += 1
                 if isinstance(message, kind) and where(message):
                     return message
+                assert not isinstance(message, Goodbye), f"{message} {self.stderr()}"
             assert self.poll(deadline - time.monotonic()), f"no {kind.__name__}; {self.seen[-5:]} {self.stderr()}"
 
     def pong(self, seq: int) -> Pong:

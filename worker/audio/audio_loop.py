@@ -6,33 +6,20 @@ One request is computed at a time. Requests take turns, so a long clip delays an
 import logging
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
-
-import mlx.core as mx
 
 from protocol.failures import Code, Failure
 from protocol.from_worker import Delta, Finish, Up
 from protocol.spec import WorkerSpec
-from protocol.to_worker import Abort, Drain, SetMemory, SetPace, Shutdown
 from protocol.transcript import MAX_CLIP_BYTES, MIN_CLIP_BYTES, SPOKEN_TOKENS_PER_S
 from worker.audio.audio_job import AudioJob, AudioPiece
 from worker.audio.audio_model import AudioModel
 from worker.audio.sample_memory import SampleMemory, bytes_for_clips
 from worker.engine.gauges import Gauges
-from worker.errors import (
-    RequestInvalid,
-    StepFailed,
-    cannot_run,
-    foreign_code,
-    is_allocation_failure,
-    is_gpu_fault,
-)
+from worker.errors import RequestInvalid
 from worker.jobs.turn_loop import TurnLoop
 from worker.model import memory
 
 log = logging.getLogger("mlxd.worker")
-
-Command = AudioJob | Abort | Drain | Shutdown | SetMemory | SetPace
 
 
 class AudioCut(Exception):
@@ -46,22 +33,18 @@ class AudioLoop(TurnLoop[AudioJob]):
         self,
         model: AudioModel,
         spec: WorkerSpec,
-        inbox: "SimpleQueue[Command]",
         send: Callable[[Up], None],
         gauges: Gauges,
         room: SampleMemory,
     ) -> None:
-        super().__init__(spec, model.weights_bytes, inbox, send, gauges)
+        super().__init__(spec, model.weights_bytes, send, gauges)
         self._model = model
         self._room = room
         # Job that is being computed.
         self._job: AudioJob | None = None
 
-    def warm_up(self) -> None:
-        """Compute one answer, and apply the memory limits. Raises `LoadFailed`."""
-        with foreign_code(cannot_run):
-            self._model.compute_once()
-        self._apply(self._share.limits())
+    def _compute_once(self) -> None:
+        self._model.compute_once()
 
     def _apply(self, limits: memory.ShareLimits) -> None:
         """Apply the limits of the memory share. Clips get a part of the share, which shrinks under memory pressure."""
@@ -94,7 +77,9 @@ class AudioLoop(TurnLoop[AudioJob]):
         except RequestInvalid as error:
             self._fail(job, error.failure)
         except Exception as error:  # code of any architecture may raise any exception
-            self._recover(job, error)
+            self._survive(error)
+            log.warning("request %d failed: %r", job.rid, error)
+            self._fail(job, Failure(Code.ROW_FAILED, "the request failed while it was computed", repr(error)))
         finally:
             self._job = None
             self._gauges.audio_s += time.monotonic() - began
@@ -122,19 +107,6 @@ class AudioLoop(TurnLoop[AudioJob]):
             self._gauges.spoken_s += count / SPOKEN_TOKENS_PER_S
         if piece.text or piece.data:
             self._outbox.add(Delta(job.rid, text=piece.text, token_ids=piece.token_ids, data=piece.data))
-
-    def _recover(self, job: AudioJob, error: Exception) -> None:
-        if is_gpu_fault(error) and not is_allocation_failure(error):
-            raise StepFailed(Code.WORKER_DIED, "the model's step loop failed", detail=repr(error)) from error
-        if is_allocation_failure(error):
-            self._gauges.allocation_failures += 1
-            mx.clear_cache()
-        log.warning("request %d failed: %r", job.rid, error)
-        self._fail(job, Failure(Code.ROW_FAILED, "the request failed while it was computed", repr(error)))
-
-    def _fail(self, job: AudioJob, failure: Failure) -> None:
-        if job.rid in self._requests:
-            self._finish(job, Finish.ERROR, failure)
 
     def _enqueue(self, request: AudioJob) -> None:
         super()._enqueue(request)

@@ -138,14 +138,13 @@ class _Tempo:
         self._av = import_module("av")
         self._rate = rate
         self._graph = self._av.filter.Graph()
-        first = last = self._graph.add_abuffer(sample_rate=rate, format="flt", layout="mono", time_base=f"1/{rate}")
+        last = self._graph.add_abuffer(sample_rate=rate, format="flt", layout="mono", time_base=f"1/{rate}")
         while speed < _MIN_FILTER_TEMPO:
             last = self._linked(last, _MIN_FILTER_TEMPO)
             speed /= _MIN_FILTER_TEMPO
         last = self._linked(last, speed)
         last.link_to(self._graph.add("abuffersink"))
         self._graph.configure()
-        self._first = first
         self._count = 0
 
     def _linked(self, last: Any, speed: float) -> Any:

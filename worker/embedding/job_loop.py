@@ -5,26 +5,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from queue import SimpleQueue
 from typing import Final
 
-import mlx.core as mx
 import numpy as np
+from msgspec.structs import replace
 
 from protocol.failures import Code, Failure
 from protocol.from_worker import Delta, Finish, Progress, Up
 from protocol.spec import WorkerSpec
-from protocol.to_worker import Abort, Drain, SetMemory, SetPace, Shutdown
 from worker.embedding.job import EmbeddingInput, EmbeddingJob, Numbers
 from worker.embedding.load_model import EmbeddingModel
 from worker.engine.gauges import Gauges
-from worker.errors import StepFailed, cannot_run, foreign_code, is_allocation_failure, is_gpu_fault
 from worker.jobs.turn_loop import TurnLoop
 from worker.model import memory
 
 log = logging.getLogger("mlxd.worker")
-
-Command = EmbeddingJob | Abort | Drain | Shutdown | SetMemory | SetPace
 
 # Maximum tokens of one forward pass, with padding. A higher limit gains nothing on a CPU, and an abort waits for the
 # pass.
@@ -56,28 +51,18 @@ class ResultPlace:
 class JobLoop(TurnLoop[EmbeddingJob]):
     """Loop of jobs for one loaded model."""
 
-    def __init__(
-        self,
-        model: EmbeddingModel,
-        spec: WorkerSpec,
-        inbox: "SimpleQueue[Command]",
-        send: Callable[[Up], None],
-        gauges: Gauges,
-    ) -> None:
-        super().__init__(spec, model.weights_bytes, inbox, send, gauges)
+    def __init__(self, model: EmbeddingModel, spec: WorkerSpec, send: Callable[[Up], None], gauges: Gauges) -> None:
+        super().__init__(spec, model.weights_bytes, send, gauges)
         self._model = model
         self._most_tokens = _GPU_PASS_TOKENS if memory.has_gpu() else CPU_PASS_TOKENS
         self._tokens = self._most_tokens
         self._relaxes_at = 0.0
 
-    def warm_up(self) -> None:
-        """Compute one item, and apply the memory limits. Raises `LoadFailed`."""
+    def _compute_once(self) -> None:
         item = EmbeddingInput(
             tuple(at % self._model.vocab_size for at in range(min(_WARM_UP_TOKENS, self._model.max_context)))
         )
-        with foreign_code(cannot_run):
-            self._model.compute([item])
-        self._apply(self._share.limits())
+        self._model.compute([item])
 
     # -- one pass ----------------------------------------------------------------------------------------------------
 
@@ -116,7 +101,7 @@ class JobLoop(TurnLoop[EmbeddingJob]):
                 continue
             if not is_sound:
                 log.error("request %d: input %d has no finite vector", place.job.rid, place.at)
-                self._finish(place.job, Finish.ERROR, _NOT_FINITE)
+                self._fail(place.job, _NOT_FINITE)
                 continue
             place.job.store(place.at, row)
             tokens += len(place.item.ids)
@@ -131,27 +116,21 @@ class JobLoop(TurnLoop[EmbeddingJob]):
 
     def _recover(self, group: Sequence[ResultPlace], error: Exception) -> None:
         """Compute the group again in smaller parts; an item that fails alone ends the item's job."""
-        if is_gpu_fault(error) and not is_allocation_failure(error):
-            raise StepFailed(Code.WORKER_DIED, "the model's step loop failed", detail=repr(error)) from error
-        if is_allocation_failure(error):
-            self._gauges.allocation_failures += 1
+        if self._survive(error):
             self._tokens = max(_MIN_PASS_TOKENS, self._tokens // 2)
             self._relaxes_at = time.monotonic() + _REGROW_INTERVAL_S
-            mx.clear_cache()
         log.warning("a pass of %d inputs failed: %s", len(group), error)
         if len(group) > 1:
             middle = len(group) // 2
             self._compute(group[:middle])
             self._compute(group[middle:])
             return
-        job = group[0].job
-        if job.rid in self._requests:
-            message = "the request failed while an input was computed"
-            self._finish(job, Finish.ERROR, Failure(Code.ROW_FAILED, message, repr(error)))
+        self._fail(
+            group[0].job, Failure(Code.ROW_FAILED, "the request failed while an input was computed", repr(error))
+        )
 
     def _ending(self, job: EmbeddingJob, finish: Finish, failure: Failure | None) -> Delta:
-        data = job.data() if finish is Finish.STOP else b""
-        return Delta(job.rid, finish=finish, usage=job.usage(time.monotonic()), failure=failure, data=data)
+        return replace(super()._ending(job, finish, failure), data=job.data() if finish is Finish.STOP else b"")
 
 
 def take_group(jobs: Sequence[EmbeddingJob], tokens: int) -> list[ResultPlace]:

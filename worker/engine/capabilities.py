@@ -30,7 +30,7 @@ def speculation_of(loaded: LoadedModel, spec: WorkerSpec) -> tuple[str, bool]:
     if spec.group is not None:
         return "off, because ranks of a group must take the same steps", False
     if loaded.plan.mode is not BatchMode.TOGETHER:
-        return f"off, because rows run in the lane {loaded.plan.mode}", False
+        return f"off, because rows run in the batch mode {loaded.plan.mode}", False
     if not batched.can_rewind(make_caches(loaded.model)):
         return "off, because the caches of this architecture cannot go back to before a block", False
     if spec.draft:

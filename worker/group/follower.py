@@ -129,7 +129,6 @@ class Follower:
             identity.versions,
             identity.form,
             str(mx.default_device()),
-            psutil.virtual_memory().available,
             fabric.own_links(rank),
             rank.devices,
         )
@@ -142,7 +141,6 @@ class Follower:
         if not isinstance(go, group.StartLoading):
             raise PartnerLost(f"rank 0 said {type(go).__name__} out of turn")
         division = Division(fabric.connect(go, rank), go.parallel, go.split)
-        started = time.monotonic()
         loaded = self.load_part(division)
         memory.give_back()
         if self._limit_bytes and loaded.weights_bytes > self._limit_bytes:
@@ -151,8 +149,7 @@ class Follower:
         self._layout = KvLayout.of(lambda: make_caches(self._model))
         self._share = memory.MemoryShare(spec, loaded.weights_bytes)
         self._share.enforce(self._share.limits())
-        seconds = time.monotonic() - started
-        answer = group.RankLoaded(rank.rank, loaded.weights_bytes, seconds, self._layout.needs_checkpoints)
+        answer = group.RankLoaded(rank.rank, loaded.weights_bytes, self._layout.needs_checkpoints)
         self._socket.send(group.encode(answer))
 
     def _check_free_memory(self) -> None:

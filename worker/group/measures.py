@@ -22,7 +22,6 @@ def measured(rank: int, layout: KvLayout, cost: KvCost, limits: ShareLimits) -> 
         arrays,
         limits.kv,
         limits.prefixes,
-        limits.total,
     )
 
 

@@ -7,32 +7,27 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from protocol.failures import Failure
+from protocol.failures import Code, Failure
 from protocol.from_worker import Accepted, Delta, Finish, Up
 from protocol.spec import DEFAULT_MAX_RUNNING, WorkerSpec
 from protocol.to_worker import Abort, Drain, SetMemory, SetPace, Shutdown
 from worker.engine.gauges import Gauges
 from worker.engine.request_loop import RequestLoop
 from worker.engine.scheduling.rests import Rests
+from worker.errors import StepFailed, cannot_run, foreign_code, is_allocation_failure, is_gpu_fault
 from worker.jobs.queued import QueuedJob
 from worker.model import memory
 
 J = TypeVar("J", bound=QueuedJob)
+LoopCommand = Abort | Drain | Shutdown | SetMemory | SetPace
 
 
 class TurnLoop(RequestLoop[J]):
-    """Owner of the jobs. Commands come from `inbox`, messages leave through `send`. Only MLX's thread calls `run`."""
+    """Owner of the jobs. Any thread may put commands into `inbox`. Only MLX's thread calls `run`."""
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        weights_bytes: int,
-        inbox: "SimpleQueue[J | Abort | Drain | Shutdown | SetMemory | SetPace]",
-        send: Callable[[Up], None],
-        gauges: Gauges,
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, weights_bytes: int, send: Callable[[Up], None], gauges: Gauges) -> None:
         super().__init__(spec, gauges, send, one_delta_per_frame=True)
-        self._inbox = inbox
+        self.inbox: SimpleQueue[J | LoopCommand] = SimpleQueue()
         self._share = memory.MemoryShare(spec, weights_bytes)
         self._arrivals = itertools.count(1)
         # Serial number of the last turn of each waiting tenant.
@@ -53,7 +48,17 @@ class TurnLoop(RequestLoop[J]):
             self._share.check()
         self._end_all()
 
+    def warm_up(self) -> None:
+        """Compute one answer, and apply the memory limits. Raises `LoadFailed`."""
+        with foreign_code(cannot_run):
+            self._compute_once()
+        self._apply(self._share.limits())
+
     # -- for a subclass ----------------------------------------------------------------------------------------------
+
+    def _compute_once(self) -> None:
+        """Compute one short answer, which is dropped."""
+        raise NotImplementedError
 
     def _take_turn(self) -> None:
         """Compute one piece of work for the first job that `_in_turn` returns. There is at least one job."""
@@ -62,6 +67,23 @@ class TurnLoop(RequestLoop[J]):
     def _ending(self, job: J, finish: Finish, failure: Failure | None) -> Delta:
         """Return the delta that ends a job."""
         return Delta(job.rid, finish=finish, usage=job.usage(time.monotonic()), failure=failure)
+
+    # -- failed turns ------------------------------------------------------------------------------------------------
+
+    def _survive(self, error: Exception) -> bool:
+        """Return whether an allocation failed. Raises `StepFailed` for a fault of the GPU, which ends the worker."""
+        is_allocation = is_allocation_failure(error)
+        if is_gpu_fault(error) and not is_allocation:
+            raise StepFailed(Code.WORKER_DIED, "the model's step loop failed", detail=repr(error)) from error
+        if is_allocation:
+            self._gauges.allocation_failures += 1
+            memory.give_back()
+        return is_allocation
+
+    def _fail(self, job: J, failure: Failure) -> None:
+        """End a job with a failure, unless it has ended."""
+        if job.rid in self._requests:
+            self._finish(job, Finish.ERROR, failure)
 
     # -- commands ----------------------------------------------------------------------------------------------------
 
@@ -76,25 +98,25 @@ class TurnLoop(RequestLoop[J]):
 
     def _take_commands(self) -> None:
         """Handle everything in the inbox; blocks only if there is nothing else to do."""
-        commands: list[J | Abort | Drain | Shutdown | SetMemory | SetPace] = []
+        commands: list[J | LoopCommand] = []
         if self._is_idle:
             self._idle()
-            commands.append(self._inbox.get())
+            commands.append(self.inbox.get())
         elif rest_s := self._rests.left_s(time.monotonic()):
             with suppress(Empty):
-                commands.append(self._inbox.get(timeout=rest_s))
+                commands.append(self.inbox.get(timeout=rest_s))
         self._gauges.busy_since = time.monotonic()
         self._handle_waiting(commands)
 
-    def _handle_waiting(self, commands: "Sequence[J | Abort | Drain | Shutdown | SetMemory | SetPace]" = ()) -> None:
+    def _handle_waiting(self, commands: "Sequence[J | LoopCommand]" = ()) -> None:
         """Handle `commands`, then everything in the inbox."""
         waiting = [*commands]
         with suppress(Empty):
             while True:
-                waiting.append(self._inbox.get_nowait())
+                waiting.append(self.inbox.get_nowait())
         self._handle_all(waiting)
 
-    def _handle(self, command: J | Abort | Drain | Shutdown | SetMemory | SetPace) -> None:
+    def _handle(self, command: J | LoopCommand) -> None:
         match command:
             case SetMemory():
                 self._apply(self._share.change(command))

@@ -76,9 +76,9 @@ def _slice(leaf: Any, begin: int, end: int) -> tuple[mx.array, ...]:
     return keys[..., begin : end - first, :], values[..., begin : end - first, :]
 
 
-def view_span(span: Span, begin: int, end: int) -> Span:
-    """Return a part of a span without windows as views, which keep the memory of the whole span."""
-    return [tuple(array[..., begin:end, :] for array in arrays) for arrays in span]
+def view_start(span: Span, end: int) -> Span:
+    """Return the first tokens of a span without windows as views, which keep the memory of the whole span."""
+    return [tuple(array[..., :end, :] for array in arrays) for arrays in span]
 
 
 def part_span(span: Span, size: int, begin: int, end: int) -> Span:

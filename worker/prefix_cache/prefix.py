@@ -12,7 +12,7 @@ from typing import Any, Final
 import mlx.core as mx
 
 from protocol.stats import Stats
-from worker.kv.kv import KvLayout, Span, arrays_of, assemble, part_span, slice_span, view_span
+from worker.kv.kv import KvLayout, Span, arrays_of, assemble, part_span, slice_span, view_start
 from worker.prefix_cache.block_events import BlockEventLog
 from worker.prefix_cache.branch import PrefixCursor
 from worker.prefix_cache.disk import CacheDisk, DiskEntry, DiskRead
@@ -145,7 +145,7 @@ class PrefixCache:
                 break
             assert step.span is not None
             matched = min(matched, reusable - step.begin)
-            spans.append(step.span if matched == len(step.tokens) else view_span(step.span, 0, matched))
+            spans.append(step.span if matched == len(step.tokens) else view_start(step.span, matched))
         caches = assemble(self._layout, spans, node.state or [], reusable)
         self._evict()
         return reusable, caches

@@ -38,11 +38,6 @@ class PromptEncoder:
         self._skip = self._find_skip()
 
     @property
-    def is_sliceable(self) -> bool:
-        """Return whether `slices` uses memory for only one slice at a time."""
-        return self._skip is not None
-
-    @property
     def opening(self) -> int:
         """Return the number of special tokens before each text."""
         around = self._around()

@@ -94,7 +94,7 @@ class Renderer:
         self.shown = frozenset(kind for kind in (markers.by_kind if markers else ()) if self._shows("user", kind))
         # Roles whose media the template does not render.
         self._hiding = frozenset(role for role in ("tool", "assistant", "system") if not self._shows(role))
-        self._bridge = "" if self._takes_moved("") else SHOWN_NEXT
+        self._bridge = "" if self._takes_moved() else SHOWN_NEXT
 
     def render(self, prompt: ChatPrompt, *, opens_answer: bool = True) -> str:
         """Render the prompt's text, including special tokens. Raises `RequestInvalid`."""
@@ -250,11 +250,11 @@ class Renderer:
         }
         return self._markers.kinds(self._try(turns[role], [_PROBE_TOOL] if role == "tool" else []) or "") == [kind]
 
-    def _takes_moved(self, bridge: str) -> bool:
+    def _takes_moved(self) -> bool:
         """Return whether media of a result can move to a user message directly after it."""
         if self._markers is None:
             return True
-        text = self._try(self._write_calls(media_to_users(_SHOWN_RESULT, self._hiding, bridge)), [_PROBE_TOOL]) or ""
+        text = self._try(self._write_calls(media_to_users(_SHOWN_RESULT, self._hiding)), [_PROBE_TOOL]) or ""
         return self._markers.kinds(text) == ["image"]
 
     def _choose_calls(self) -> Callable[[Messages], Messages]:

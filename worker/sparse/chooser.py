@@ -4,7 +4,6 @@ tick."""
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -35,10 +34,9 @@ class _Current:
 class Chooser:
     """Chooser owned by the engine thread. `kept` requests the choice for a prompt, `step` continues reading."""
 
-    def __init__(self, reader: ImportanceReader, stream: Any, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, reader: ImportanceReader, stream: Any) -> None:
         self._reader = reader
         self._stream = stream
-        self._clock = clock
         self._current: _Current | None = None
         self._known: OrderedDict[_Key, SelectedTokens] = OrderedDict()
         self.counts = Stats()
@@ -79,14 +77,14 @@ class Chooser:
 
     def step(self, limit_s: float) -> None:
         """Continue reading for about `limit_s` seconds, with at least one forward pass."""
-        began = now = self._clock()
+        began = now = time.perf_counter()
         with mx.stream(self._stream):
             while self._current is not None:
                 self._current.reading.step()
                 if self._current.reading.is_complete:
                     self._learn(self._current)
                     self._current = None
-                before, now = now, self._clock()
+                before, now = now, time.perf_counter()
                 if 2 * now - before - began > limit_s:  # the next pass would probably exceed the limit
                     break
         self.counts.sparse_read_s += now - began

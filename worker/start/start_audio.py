@@ -2,14 +2,13 @@
 
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
 
 from protocol.from_worker import Ready
 from protocol.kinds import AUDIO
 from protocol.spec import WorkerSpec
 from protocol.timing_profile import LoadFacts
 from worker.audio.audio_intake import AudioIntake
-from worker.audio.audio_loop import AudioLoop, Command
+from worker.audio.audio_loop import AudioLoop
 from worker.audio.audio_model import load_audio_model
 from worker.audio.clip_queue import ClipQueue
 from worker.audio.sample_memory import SampleMemory
@@ -30,9 +29,8 @@ def start_audio(
     started = time.monotonic()
     model = load_audio_model(spec, progress)
     memory.give_back()
-    inbox: SimpleQueue[Command] = SimpleQueue()
     room = SampleMemory()
-    loop = AudioLoop(model, spec, inbox, link.send, gauges, room)
+    loop = AudioLoop(model, spec, link.send, gauges, room)
     progress("warmup", model.weights_bytes, model.weights_bytes)
     warmed = time.monotonic()
     loop.warm_up()
@@ -40,7 +38,7 @@ def start_audio(
     now = time.monotonic()
     facts = LoadFacts(now - started, now - warmed, model.weights_bytes, gauges.memory_bytes)
     keep_load(spec, model.path, facts, ("mlx-audio",))
-    clips = ClipQueue(spec, inbox, room, link.send, gauges, refusing)
+    clips = ClipQueue(spec, loop.inbox, room, link.send, gauges, refusing)
     clips.start()
     take_jobs(spec.epoch, model.weights_bytes, AudioIntake(model, loop.check), clips.put, link, gauges, refusing)
     return loop, Ready(

@@ -2,12 +2,11 @@
 
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
 
 from protocol.from_worker import Ready
 from protocol.spec import DEFAULT_MAX_RUNNING, WorkerSpec
 from protocol.timing_profile import LoadFacts
-from worker.embedding.job_loop import Command, JobLoop
+from worker.embedding.job_loop import JobLoop
 from worker.embedding.load_model import EmbeddingModel, load_embedding_model
 from worker.embedding.prepare import Preparer
 from worker.engine.gauges import Gauges
@@ -32,15 +31,14 @@ def start_reader(
     started = time.monotonic()
     reader = load_embedding_model(spec, kind, progress)
     memory.give_back()
-    inbox: SimpleQueue[Command] = SimpleQueue()
-    loop = JobLoop(reader, spec, inbox, link.send, gauges)
+    loop = JobLoop(reader, spec, link.send, gauges)
     progress("warmup", reader.weights_bytes, reader.weights_bytes)
     warmed = time.monotonic()
     loop.warm_up()
     gauges.measure_memory()
     now = time.monotonic()
     keep_load(spec, reader.path, LoadFacts(now - started, now - warmed, reader.weights_bytes, gauges.memory_bytes))
-    take_jobs(spec.epoch, reader.weights_bytes, Preparer(reader), inbox.put, link, gauges, refusing)
+    take_jobs(spec.epoch, reader.weights_bytes, Preparer(reader), loop.inbox.put, link, gauges, refusing)
     return loop, _ready(spec, reader, time.monotonic() - started)
 
 

@@ -156,7 +156,6 @@ class Grammars:
         self._lock = threading.Lock()
         self._table_lock = threading.Lock()
         self._table: LLTokenizer | None = None
-        self.compiled = 0
 
     def compile(self, constraint: Constraint, calls: str = "") -> CompiledGrammar:
         """Return the grammar of `constraint`; equal constraints share one. Raises `RequestInvalid`.
@@ -182,7 +181,6 @@ class Grammars:
         return entry
 
     def _try(self, constraint: Constraint, calls: str) -> CompiledGrammar | Failure:
-        self.compiled += 1
         try:
             if constraint.is_strict or constraint.kind is not ConstraintKind.JSON_SCHEMA:
                 grammar = self._make(_source(constraint), calls)

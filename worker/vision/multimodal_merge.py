@@ -68,7 +68,6 @@ class MultimodalMerge:
         self.delta: mx.array | None = None
         self.chunk: MediaChunk | None = None
         inner = text_core(model)
-        self.embed = inner.embed_tokens
         inner.embed_tokens = _Embed(inner.embed_tokens, self)
         if getattr(inner, "embed_tokens_per_layer", None) is not None:
             inner.embed_tokens_per_layer = _PerLayer(inner.embed_tokens_per_layer, self)

@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.common import serve
 from gateway.api.ollama.encoder import ChatForm, GenerateForm, LineFold, LineForm, LineStream
 from gateway.api.ollama.load_orders import load_or_unload
-from gateway.api.ollama.lowering import conversation_of, lower_chat, lower_generate
+from gateway.api.ollama.lowering import check_load, conversation_of, lower_chat, lower_generate
 from gateway.api.ollama.options import read_options
 from gateway.api.ollama.request import (
     GenerateRequest,
@@ -71,6 +71,7 @@ async def _respond(
     model, seed = serve.begin(services, record, request.model, request.is_stream, options.wanted_seed, ignored)
     form = make_form(request, request.model or model.name, record)
     if is_empty(request):
+        check_load(request, model)
         reason = await load_or_unload(services, record, model, receive, is_last=request.is_last)
         # The single line is also the whole stream, if the request asks for a stream.
         body = msgspec.json.encode(form.loaded(reason)) + (b"\n" if request.is_stream else b"")

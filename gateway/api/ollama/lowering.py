@@ -58,6 +58,12 @@ def lower_generate(
     return _generate(request, prompt, model, next_rid, seed, deadline_ms, thinking.budget)
 
 
+def check_load(request: GenerationFields, model: ModelConfig) -> None:
+    """Check the fields of a request without a prompt, which only loads its model. Raises `BadRequest`."""
+    _thinking(request, model)
+    _constraint(request.format, after_reasoning=False)
+
+
 def conversation_of(request: GenerateRequest) -> list[ConversationTurn]:
     """Return the turns of a completion up to and including its prompt, without images. Raises `BadRequest`."""
     return [*_before(request), ConversationTurn("user", request.prompt or "")]

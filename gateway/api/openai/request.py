@@ -55,14 +55,18 @@ class StreamOptions(Struct, frozen=True):
 class MediaLink(Struct, frozen=True):
     """Where a medium is: a data URI, or a URL if the configuration allows URLs. `detail` applies to images."""
 
-    url: Annotated[str, shape(TEXT)]
+    url: str
     detail: Annotated[str, words(*DETAILS)] | None = None
+
+
+# Form of `AudioData` where it is used; parts of another type may hold an empty one.
+AUDIO_DATA: Final = {"type": "object", "properties": {"data": TEXT}, "required": ["data"]}
 
 
 class AudioData(Struct, frozen=True):
     """Audio in base64. The audio format is detected from the bytes."""
 
-    data: Annotated[str, shape(TEXT)]
+    data: str
     format: str = ""
 
 
@@ -70,7 +74,7 @@ def _media_case(*types: str, **fields: Any) -> dict[str, Any]:
     return case(tuple(fields), type={"enum": list(types)}, **fields)
 
 
-_LINKED: Final = {"anyOf": [TEXT, {"type": "object", "required": ["url"]}]}
+_LINKED: Final = {"anyOf": [TEXT, {"type": "object", "properties": {"url": TEXT}, "required": ["url"]}]}
 
 
 class MessagePart(Struct, frozen=True):
@@ -85,7 +89,7 @@ class MessagePart(Struct, frozen=True):
             _media_case("video_url", video_url=_LINKED),
             _media_case("video", "input_video", video=_LINKED),
             _media_case("audio_url", audio_url=_LINKED),
-            _media_case("input_audio", input_audio={"type": "object", "required": ["data"]}),
+            _media_case("input_audio", input_audio=AUDIO_DATA),
         ]
     }
 

@@ -6,7 +6,6 @@ import msgspec
 from msgspec import Meta
 
 from gateway.api.common.constraints import FormatFields
-from gateway.api.common.doc_hints import TEXT, shape
 from gateway.errors import BadRequest
 
 BREAKERS: Final = ("\n", ":", '"', "*")
@@ -30,7 +29,7 @@ class SamplerFields(FormatFields, frozen=True, kw_only=True):
     min_tokens: Annotated[int, Meta(ge=0, le=_TOKENS_MAX)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=_LISTED_MAX)] | None = None
     include_stop_str_in_output: bool | None = None
-    bad_words: Annotated[list[Annotated[Text, shape(TEXT)]], Meta(max_length=_LISTED_MAX)] | None = None
+    bad_words: Annotated[list[Text], Meta(max_length=_LISTED_MAX)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(max_length=_IDS_MAX)] | None = None
     # llama.cpp's and mlx-lm's names of the same penalty window.
     repeat_last_n: Window | None = None

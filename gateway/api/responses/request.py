@@ -12,6 +12,7 @@ from gateway.api.common.drafts import SparsePrefill, Speculate
 from gateway.api.common.refused_fields import REFUSED_FIELDS, SAMPLER_FIELDS, constraint_fields
 from gateway.api.common.thinking import AnthropicThinking, Budget, ReasoningSpec
 from gateway.api.openai.request import (
+    AUDIO_DATA,
     AudioData,
     Effort,
     Penalty,
@@ -57,7 +58,7 @@ class ContentPart(Struct, frozen=True, omit_defaults=True):
             case(type={"const": "refusal"}),
             case(("image_url",), type={"const": "input_image"}, image_url=_TEXT),
             case(("video_url",), type={"const": "input_video"}, video_url=_TEXT),
-            case(("input_audio",), type={"const": "input_audio"}, input_audio={"type": "object"}),
+            case(("input_audio",), type={"const": "input_audio"}, input_audio=AUDIO_DATA),
         ]
     }
 

@@ -30,6 +30,8 @@ from protocol.timing_profile import profiles_dir
 log = logging.getLogger(__name__)
 
 RELEASE_POLL_S = 0.02
+# Seconds that workers have to end their requests when the daemon must stop at once.
+_KILL_S = 2.0
 _HANDED_OVER = Failure(Code.DRAINING, "the server is being restarted")
 
 
@@ -126,9 +128,9 @@ class Pool:
             await asyncio.wait([self._root])
         self._link.close()
 
-    async def stop_now(self, grace_s: float = 2.0) -> None:
-        """Abort running requests, and kill workers that have not stopped after `grace_s`. May run during `stop`."""
-        kill = asyncio.get_running_loop().call_later(grace_s, self._kill)
+    async def stop_now(self) -> None:
+        """Abort running requests, and kill workers that have not stopped after `_KILL_S`. May run during `stop`."""
+        kill = asyncio.get_running_loop().call_later(_KILL_S, self._kill)
         try:
             async with asyncio.TaskGroup() as tasks:
                 for worker in self._workers.values():

@@ -117,6 +117,17 @@ def test_a_truncated_file_is_said_and_no_traceback(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_a_header_longer_than_the_format_allows_is_refused_unread(tmp_path: Path) -> None:
+    path = folder(tmp_path, {"w": ("F16", 8)}, PLAIN)
+    length = 100_000_001
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(length.to_bytes(8, "little"))
+        file.truncate(8 + length)
+
+    with pytest.raises(Unreadable, match=f"header of {length} bytes, more than the 100000000 that the format allows"):
+        read_weights(path, "auto")
+
+
 def test_a_model_that_is_not_here_comes_with_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
 

@@ -277,6 +277,29 @@ async def test_a_session_chats_without_an_api_key_and_ends_with_its_log_out(gate
     assert (await gateway.client.post("/v1/chat/completions", json=chat(), headers=headers)).status_code == 401
 
 
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/ui/api/session", {"POST", "DELETE"}),
+        ("/ui/api/pulls", {"GET", "HEAD", "POST"}),
+        ("/ui/api/feed", {"GET", "HEAD"}),
+    ],
+)
+async def test_a_method_that_a_path_lacks_is_answered_with_all_that_it_has(
+    gateway: Gateway, path: str, methods: set[str]
+) -> None:
+    answer = await gateway.client.put(path, json={}, headers=await log_in(gateway))
+
+    assert (answer.status_code, set(answer.headers["allow"].split(", "))) == (405, methods)
+
+
+async def test_no_two_routes_share_a_path(gateway: Gateway) -> None:
+    """Starlette's 405 answer lists the methods of the first one only."""
+    paths = [route.path for route in (*gateway.app.routes, *gateway.app.backend.routes)]
+
+    assert sorted({path for path in paths if paths.count(path) > 1}) == []
+
+
 async def test_codes_and_tokens_are_in_no_log_no_capture_and_no_audit_line(
     gateway: Gateway, home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

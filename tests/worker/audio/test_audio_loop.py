@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Generator
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -15,11 +14,12 @@ from protocol.spec import WorkerSpec
 from protocol.to_worker import Abort, Drain, Shutdown
 from tests.support.scale import patient
 from worker.audio.audio_job import AudioJob, AudioPiece
-from worker.audio.audio_loop import AudioLoop, Command
+from worker.audio.audio_loop import AudioLoop
 from worker.audio.audio_model import AudioModel
 from worker.audio.sample_memory import SampleMemory
 from worker.engine.gauges import Gauges
 from worker.errors import RequestInvalid
+from worker.jobs.turn_loop import LoopCommand
 
 SPEC = WorkerSpec("m", "", 1, "", "", max_running=1, max_waiting=3)
 
@@ -30,9 +30,8 @@ class Harness:
     def __init__(self) -> None:
         self.gauges = Gauges()
         self.room = SampleMemory(100)
-        self.inbox: SimpleQueue[Command] = SimpleQueue()
         self.sent: list[Up] = []
-        self.loop = AudioLoop(AudioModel(Path(), "", 0), SPEC, self.inbox, self._take, self.gauges, self.room)
+        self.loop = AudioLoop(AudioModel(Path(), "", 0), SPEC, self._take, self.gauges, self.room)
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self.loop.run, daemon=True)
 
@@ -41,13 +40,13 @@ class Harness:
         fields: dict[str, Any] = {"input_tokens": 5, "sample_bytes": 10, "heard_s": 1.0, **settings}
         return AudioJob(rid=rid, arrived=time.monotonic(), work=work, **fields)
 
-    def start(self, *commands: Command) -> None:
+    def start(self, *commands: AudioJob | LoopCommand) -> None:
         for command in commands:
-            self.inbox.put(command)
+            self.loop.inbox.put(command)
         self._thread.start()
 
     def stop(self) -> None:
-        self.inbox.put(Shutdown())
+        self.loop.inbox.put(Shutdown())
         self._thread.join(patient(10))
         assert not self._thread.is_alive()
         assert not self.room._held, "samples of a job that has ended are still held"
@@ -109,9 +108,9 @@ def test_an_abort_ends_a_request_within_its_window(harness: Harness) -> None:
     began = threading.Event()
     harness.start(harness.job(1, endless(harness, began)))
     assert began.wait(patient(10))
-    harness.inbox.put(Abort((1,)))
+    harness.loop.inbox.put(Abort((1,)))
     assert harness.end(1).finish is Finish.ABORT
-    harness.inbox.put(harness.job(2, pieces("a")))
+    harness.loop.inbox.put(harness.job(2, pieces("a")))
     assert harness.end(2).finish is Finish.STOP
 
 
@@ -149,8 +148,8 @@ def test_a_drain_ends_what_takes_too_long_and_refuses_what_comes(harness: Harnes
     began = threading.Event()
     harness.start(harness.job(1, endless(harness, began)))
     assert began.wait(patient(10))
-    harness.inbox.put(Drain(0.05))
-    harness.inbox.put(harness.job(2, pieces("a")))
+    harness.loop.inbox.put(Drain(0.05))
+    harness.loop.inbox.put(harness.job(2, pieces("a")))
     end = harness.end(1)
     assert end.failure is not None
     assert end.failure.code is Code.DRAINING

@@ -306,7 +306,8 @@ def test_a_broken_clip_is_refused_and_leaves_nothing(model: AudioModel) -> None:
 
 def test_all_of_many_clips_are_heard_in_a_small_room(model: AudioModel) -> None:
     harness = Harness(model, 2 * SECOND)
-    loop = AudioLoop(model, SPEC, harness.inbox, harness.sent.append, harness.gauges, harness.room)
+    loop = AudioLoop(model, SPEC, harness.sent.append, harness.gauges, harness.room)
+    loop.inbox = harness.inbox
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
     for rid in range(1, 13):

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,11 @@ from protocol.spec import WorkerSpec
 from protocol.to_worker import Abort, Drain, SetMemory, Shutdown
 from tests.support.scale import patient
 from worker.embedding.job import EmbeddingInput, EmbeddingJob, Numbers
-from worker.embedding.job_loop import Command, JobLoop, take_group
+from worker.embedding.job_loop import JobLoop, take_group
 from worker.embedding.load_model import EmbeddingModel
 from worker.engine.gauges import Gauges
 from worker.errors import StepFailed
+from worker.jobs.turn_loop import LoopCommand
 
 SPEC = WorkerSpec("m", "", 1, "", "", max_running=2, max_waiting=3)
 
@@ -37,7 +37,6 @@ class Harness:
 
     def __init__(self, compute: Callable[[Sequence[EmbeddingInput]], Numbers] = vectors) -> None:
         self.gauges = Gauges()
-        self.inbox: SimpleQueue[Command] = SimpleQueue()
         self.sent: list[Up] = []
         self.passes: list[list[int]] = []
         self.error: Exception | None = None
@@ -48,7 +47,7 @@ class Harness:
             return compute(items)
 
         reader = EmbeddingModel(EMBED, None, Path(), "bert", 1000, 512, 0, computed, embedding=EmbeddingInfo(2))
-        self.loop = JobLoop(reader, SPEC, self.inbox, self._take, self.gauges)
+        self.loop = JobLoop(reader, SPEC, self._take, self.gauges)
         self.loop.warm_up()
         self.passes.clear()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -57,7 +56,7 @@ class Harness:
         self._thread.start()
 
     def stop(self) -> None:
-        self.inbox.put(Shutdown())
+        self.loop.inbox.put(Shutdown())
         self._thread.join(patient(10))
         assert not self._thread.is_alive()
 
@@ -94,11 +93,13 @@ class Harness:
 
 
 @contextmanager
-def running(compute: Callable[[Sequence[EmbeddingInput]], Numbers] = vectors, *first: Command) -> Iterator[Harness]:
+def running(
+    compute: Callable[[Sequence[EmbeddingInput]], Numbers] = vectors, *first: EmbeddingJob | LoopCommand
+) -> Iterator[Harness]:
     """A loop that finds these commands when it begins."""
     harness = Harness(compute)
     for command in first:
-        harness.inbox.put(command)
+        harness.loop.inbox.put(command)
     harness.start()
     try:
         yield harness
@@ -235,7 +236,7 @@ def test_a_fault_of_the_device_ends_the_loop() -> None:
         return vectors(items)
 
     harness = Harness(compute)
-    harness.inbox.put(job(1, 9))
+    harness.loop.inbox.put(job(1, 9))
     harness.start()
     assert harness.end(1).finish is Finish.ERROR
     harness.stop()

@@ -125,7 +125,8 @@ def request(rid: int, schema: object) -> Generate:
     constraint = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
     return Generate(
         rid,
-        TokensPrompt((20, 30, rid % 500)),
+        # Printable ASCII: a prompt that ended inside of a character would begin the text with that character.
+        TokensPrompt((20, 30, 20 + rid % 60)),
         Sampling(temperature=1.0, seed=rid),
         max_tokens=96,
         constraint=constraint,

@@ -97,7 +97,7 @@ def choose(
     plan = check.plan(mergeable)
     plan = replace(plan, attention=check.attention(plan.mode, attend))
     took_ms = (time.monotonic() - started) * 1e3
-    log.info("self-check: lane %s, attention by %s, in %.0f ms", plan.mode, plan.attention, took_ms)
+    log.info("self-check: batch mode %s, attention by %s, in %.0f ms", plan.mode, plan.attention, took_ms)
     if plan.reason:
         log.warning("%s", plan.reason)
     return plan

@@ -72,12 +72,12 @@ class NoisyDrafts(_TrialDrafts):
     """Drafter that takes drafts of varying length from the rows' known outputs, and replaces some tokens by random
     ones."""
 
-    def __init__(self, vocab_size: int, longest: int = 6, seed: int = 0) -> None:
+    def __init__(self, vocab_size: int, longest: int = 6) -> None:
         super().__init__(longest)
         self._texts: list[list[int]] = []
         self._vocab_size = vocab_size
         self._longest = longest
-        self._rng = random.Random(seed)
+        self._rng = random.Random(0)
 
     def learn(self, text: Sequence[int]) -> None:
         """Add a whole sequence of prompt and output."""

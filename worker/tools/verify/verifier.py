@@ -174,7 +174,7 @@ class Verifier:
             drafter.learn([*self._intake.row(request, 0.0).prompt, *output.ids])
         outputs = self._session(self._spec, drafter).run([self._requests])
         if not drafter.drafted:
-            return VerifyCheck("speculated", note="drafts cannot be verified in this lane", is_skipped=True)
+            return VerifyCheck("speculated", note="drafts cannot be verified in this batch mode", is_skipped=True)
         return self._compare("speculated", outputs)
 
     def _drafted(self, proposer: Proposer) -> VerifyCheck:

@@ -234,6 +234,15 @@ async def test_nothing_to_answer_loads_the_model(gateway: Gateway, path: str, fi
     assert refused.status_code == 403, "without a key no program administers"
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+@pytest.mark.parametrize("field", ["format", "think"])
+async def test_a_load_with_an_invalid_field_is_refused(gateway: Gateway, path: str, field: str) -> None:
+    answer = await gateway.client.post(path, json={"model": "m", field: "AAA"})
+
+    assert answer.status_code == 400
+    assert f"'{field}'" in answer.json()["error"]
+
+
 async def test_no_time_to_keep_a_model_unloads_it_which_as_downloads_needs_an_admin_key(tmp_path: Path) -> None:
     async with running(tmp_path, ["--step-ms", "1"]) as gateway:
         keys = KeyFile(tmp_path / "keys" / "keys.json")

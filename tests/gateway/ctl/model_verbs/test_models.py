@@ -130,7 +130,7 @@ def test_why_attention_is_not_by_the_kernel_stands_below_the_table(capsys: pytes
 def test_what_drafts_win_stands_below_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     works = status(speculation="auto", drafted_tokens=200, accepted_tokens=161, draft_gain=2.314)
     began = status(drafted_tokens=1, accepted_tokens=1, draft_gain=0.66)
-    off = status(speculation="off, because rows run in the lane single")
+    off = status(speculation="off, because rows run in the batch mode single")
     beside = status(speculation="auto, with drafts by b")
     for said in (works, began, off, beside, status(speculation="auto"), status(speculation="off")):
         tables.notes(compare(said, said, 0.0).models)
@@ -138,6 +138,6 @@ def test_what_drafts_win_stands_below_the_table(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.splitlines() == [
         "a: 200 tokens drafted, 80 % right; steps with drafts give 2.31 × the tokens a second of steps without",
         "a: 1 token drafted, 100 % right; steps with drafts give 0.66 × the tokens a second of steps without",
-        "a: speculation is off, because rows run in the lane single",
+        "a: speculation is off, because rows run in the batch mode single",
         "a: speculation is auto, with drafts by b",
     ]
