@@ -310,6 +310,7 @@ def test_sigterm_ends_every_request_says_goodbye_and_exits_zero(
         assert gateway.exit_status() == ExitStatus.OK
 
 
+@pytest.mark.soak
 def test_sigterm_ends_an_idle_worker(run_dir: Path, model_folder: Callable[[str], Path]) -> None:
     with Gateway(run_dir, model_folder("qwen3")) as gateway:
         gateway.ready()
@@ -468,6 +469,7 @@ def test_a_worker_outlives_the_reader_of_its_log(run_dir: Path, model_folder: Ca
         assert gateway.exit_status() == ExitStatus.OK
 
 
+@pytest.mark.soak
 def test_a_worker_whose_gateway_is_gone_for_good_exits(run_dir: Path, model_folder: Callable[[str], Path]) -> None:
     spec = WorkerSpec(
         "test", str(model_folder("qwen3")), 3, f"ipc://{run_dir}/d.sock", f"ipc://{run_dir}/u.sock",
