@@ -128,7 +128,7 @@ def test_a_request_is_accepted_streamed_and_ended(gateway: Gateway) -> None:
 
 
 def test_a_worker_says_which_media_it_takes_and_counts_and_refuses_them_by_its_specification(run_dir: Path) -> None:
-    with Gateway(run_dir, "demo-vision", media_count=1) as gateway:
+    with Gateway(run_dir, "demo-vision", media_count=1, batching="together") as gateway:
         ready = gateway.ready()
         assert ready.modalities == ("image", "video")
         assert ready.media is not None
