@@ -9,7 +9,7 @@ from gateway.config.load import load_config
 from gateway.main import serve
 from gateway.state_dir.home_paths import default_home
 from protocol.spec import WorkerSpec
-from tests.support.pool import SCRIPTED
+from tests.support.scripted_worker import SCRIPTED
 
 
 def command(spec: WorkerSpec) -> list[str]:

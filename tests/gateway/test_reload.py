@@ -298,8 +298,7 @@ async def test_a_model_that_goes_and_comes_and_goes_at_once_is_gone(tmp_path: Pa
     "line",
     [
         'path = "elsewhere"',
-        "max_running = 3",
-        *scaled(["context = 512", 'parser = "qwen3"', "cache = { ram = 0 }", 'kv = "1GiB"'], []),
+        *scaled(["max_running = 3", "context = 512", 'parser = "qwen3"', "cache = { ram = 0 }", 'kv = "1GiB"'], []),
     ],
 )
 async def test_what_a_worker_was_started_with_restarts_it_and_its_streams_go_on(tmp_path: Path, line: str) -> None:

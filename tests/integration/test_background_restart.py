@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.daemon import DaemonProcess, write_config
 from tests.support.pool import short_home
-from tests.support.scale import patience, patient
+from tests.support.scale import patience, patient, scaled
 
 ModelFolder = Callable[[str], Path]
 DEADLINE_S = 60
@@ -99,7 +99,7 @@ def test_a_response_of_a_killed_daemon_is_the_undisturbed_one(home: Path) -> Non
         assert reader.last["usage"]["output_tokens"] == other.last["usage"]["output_tokens"] == TOKENS
 
 
-@pytest.mark.parametrize("end", [signal.SIGUSR2, signal.SIGTERM], ids=["hand-over", "stop"])
+@pytest.mark.parametrize("end", [*scaled([signal.SIGUSR2], []), signal.SIGTERM])
 def test_readers_of_a_daemon_that_ends_are_cut_off_and_find_the_response_going_on(end: signal.Signals) -> None:
     with short_home() as home:
         write_config(home, ("m",), server="drain = 0")

@@ -99,6 +99,7 @@ def test_a_hand_over_finishes_what_runs_and_keeps_the_models_loaded(home: Path) 
             assert second.worker_pids() == [pid]
 
 
+@pytest.mark.soak
 def test_a_hand_over_finishes_what_runs_at_an_upstream(home: Path) -> None:
     may_end = threading.Event()
 
@@ -212,6 +213,7 @@ def test_a_drain_past_its_deadline_aborts_and_says_so(home: Path) -> None:
         assert daemon.wait() == 0
 
 
+@pytest.mark.soak
 def test_a_second_signal_ends_it_at_once(home: Path) -> None:
     write_config(home, server='drain = "600s"')
     with DaemonProcess(home) as daemon:

@@ -25,7 +25,7 @@ from tests.gateway.telemetry.test_metrics import parsed
 from tests.support.daemon import DEADLINE_S, DaemonProcess, stream_text, write_config
 from tests.support.models import build
 from tests.support.pool import Running, config, read_all, short_home, text_of, tokens
-from tests.support.scale import patient
+from tests.support.scale import patient, scaled
 
 pytestmark = pytest.mark.anyio
 ModelFolder = Callable[[str], Path]
@@ -77,7 +77,7 @@ def fill(daemon: DaemonProcess, count: int) -> list[socket.socket]:
 
 
 # Three times as many and 200 are less than the 2,048 that importing mlx-lm leaves this process.
-@pytest.mark.parametrize("files", [256, 512])
+@pytest.mark.parametrize("files", [256, *scaled([512], [])])
 def test_clients_cannot_take_the_descriptors_that_workers_and_mlxctl_need(home: Path, files: int) -> None:
     write_config(home, server="max_connections_per_address = 100000")
     admin = httpx.HTTPTransport(uds=str(home / "run" / "admin.sock"))

@@ -15,6 +15,7 @@ from tests.gateway.harness import Gateway, running
 from tests.support.calls import TOOLS, markers
 from tests.support.models import build
 from tests.support.pool import short_home
+from tests.support.scale import scaled
 from tests.worker.engine.test_tools import PLAIN, THINKING
 
 pytestmark = pytest.mark.anyio
@@ -33,7 +34,7 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ga
     for name, family, template in (("plain", "qwen3_coder", PLAIN), ("thinker", "hermes", THINKING)):
         path = build("qwen3", tmp_path_factory.mktemp(name), markers=markers())
         (path / "chat_template.jinja").write_text(template)
-        models.append(ModelConfig(name=name, path=str(path), parser=family))
+        models.append(ModelConfig(name=name, path=str(path), batching="together", parser=family))
     with short_home() as home:
         async with running(home, models=models, command=default_command) as made:
             yield made
@@ -56,7 +57,7 @@ def check(answer: ChatCompletion) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-@pytest.mark.parametrize("model", ["plain", "thinker"])
+@pytest.mark.parametrize("model", ["plain", *scaled(["thinker"], [])])
 async def test_a_tool_round_trip_whole_and_streamed(client: openai.AsyncOpenAI, model: str) -> None:
     asked: dict[str, Any] = {"model": model, "tools": TOOLS, "tool_choice": "required", "seed": 5, "max_tokens": 400}
     whole = await client.chat.completions.create(messages=ASK, **asked)

@@ -184,6 +184,7 @@ async def test_more_of_them_than_an_answer_holds_are_a_400_and_nothing_else(
     assert (await posted(gateway, CHAT, prompt_logprobs=3)).json()["prompt_logprobs"]
 
 
+@pytest.mark.soak
 async def test_scores_of_one_token_on_recurrent_layers_restart_no_worker(model_folder: Callable[[str], Path]) -> None:
     body = {"model": "r", "prompt": [[50], [51]], "max_tokens": 0, "echo": True, "logprobs": 1}
     async with serving(ModelConfig(name="r", path=str(model_folder("qwen3_5")))) as gateway:

@@ -21,7 +21,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.anyio
 async def test_every_dialect_names_the_bits_in_whole_answers_and_in_streams() -> None:
-    async with serving(ModelConfig(name="m", path="demo", kv_bits=8)) as gateway:
+    async with serving(ModelConfig(name="m", path="demo", batching="together", kv_bits=8)) as gateway:
         for path, body in ANSWERS.items():
             for stream in (False, True):
                 reply = await gateway.client.post(path, json=body | {"model": "m", "stream": stream})
@@ -33,6 +33,7 @@ async def test_every_dialect_names_the_bits_in_whole_answers_and_in_streams() ->
         assert 'mlxd_kv_cache_quantization{model="m"} 8.0' in metrics
 
 
+@pytest.mark.soak
 @pytest.mark.anyio
 async def test_a_model_that_cannot_have_it_says_why(tmp_path: Path) -> None:
     path = build("qwen3", tmp_path / "narrow")

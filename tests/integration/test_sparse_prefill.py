@@ -8,6 +8,7 @@ import pytest
 
 from gateway.config.settings import ModelConfig, SparsePrefillConfig
 from tests.gateway.harness import serving
+from tests.support.daemon import DaemonProcess
 from worker.sparse.selected_tokens import BLOCK_TOKENS, HEAD_BLOCKS, TAIL_BLOCKS
 
 TEXT = "The river was low that summer, and the people of the town walked across it. " * 20
@@ -46,12 +47,8 @@ async def test_every_dialect_names_what_was_kept_of_the_prompt(model_folder: Cal
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "sparse_prefill")
 
 
-@pytest.mark.anyio
-async def test_a_model_without_it_refuses_such_a_request_in_every_dialect(
-    model_folder: Callable[[str], Path],
-) -> None:
-    async with serving(ModelConfig(name="m", path=str(model_folder("qwen3")))) as gateway:
-        for path, (body, _) in ANSWERS.items():
-            reply = await gateway.client.post(path, json=body | {"model": "m", "sparse_prefill": True})
-            assert reply.status_code == 400, path
-            assert "This model has no sparse prefill" in reply.text
+def test_a_model_without_it_refuses_such_a_request_in_every_dialect(demo_daemon: DaemonProcess) -> None:
+    for path, (body, _) in ANSWERS.items():
+        reply = demo_daemon.client.post(path, json=body | {"model": "demo", "sparse_prefill": True})
+        assert reply.status_code == 400, path
+        assert "This model has no sparse prefill" in reply.text

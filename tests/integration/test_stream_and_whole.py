@@ -20,6 +20,7 @@ from tests.support import official
 from tests.support.merged import merge_blocks, merge_chat, merge_items, merge_text
 from tests.support.pool import short_home
 from tests.support.published import check_answer, check_events
+from tests.support.scale import scaled
 
 pytestmark = pytest.mark.anyio
 
@@ -177,7 +178,7 @@ async def ask(gateway: Gateway, dialect: Dialect, script: Script, choices: int, 
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.path)
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=scaled(100, 40), suppress_health_check=[HealthCheck.too_slow])
 @given(script=_scripts, choices=st.integers(1, 3))
 async def test_a_stream_tells_what_the_whole_answer_tells(
     gateway: Gateway, dialect: Dialect, script: Script, choices: int

@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,24 +22,12 @@ from gateway.workers.supervisor.limits import WorkerLimits
 from gateway.workers.supervisor.spawn import Command
 from protocol.from_worker import Delta, Finish
 from protocol.prompts import TextPrompt
-from protocol.spec import WorkerSpec
 from protocol.to_worker import Generate, Sampling
 from tests.support.machine import Recorder
 from tests.support.scale import patient
+from tests.support.scripted_worker import scripted as scripted
 
-SCRIPTED = Path(__file__).parents[1] / "workers" / "scripted.py"
 DEADLINE_S = 30
-
-
-def scripted(*options: str) -> Command:
-    """The command of a scripted worker. An option `NAME:--flag` is for the model NAME only."""
-
-    def command(spec: WorkerSpec) -> list[str]:
-        own = [o.removeprefix(f"{spec.name}:") for o in options if o.startswith((f"{spec.name}:", "--"))]
-        argv = [part for option in own for part in option.split()]
-        return [sys.executable, "-P", str(SCRIPTED), spec.name, "--spec", msgspec.json.encode(spec).decode(), *argv]
-
-    return command
 
 
 def config(home: Path, models: Sequence[str] = ("m",), **fields: object) -> Config:

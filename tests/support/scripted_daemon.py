@@ -6,7 +6,7 @@ from gateway.access.key_file import has_keys
 from gateway.config.load import load_config
 from gateway.main import serve
 from gateway.state_dir.home_paths import default_home
-from tests.support.pool import scripted
+from tests.support.scripted_worker import scripted
 
 if __name__ == "__main__":
     sys.exit(serve(lambda: load_config(default_home(), has_keys=has_keys), command=scripted(*sys.argv[1:])))

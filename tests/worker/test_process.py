@@ -128,7 +128,7 @@ def test_a_request_is_accepted_streamed_and_ended(gateway: Gateway) -> None:
 
 
 def test_a_worker_says_which_media_it_takes_and_counts_and_refuses_them_by_its_specification(run_dir: Path) -> None:
-    with Gateway(run_dir, "demo-vision", media_count=1) as gateway:
+    with Gateway(run_dir, "demo-vision", media_count=1, batching="together") as gateway:
         ready = gateway.ready()
         assert ready.modalities == ("image", "video")
         assert ready.media is not None
@@ -310,6 +310,7 @@ def test_sigterm_ends_every_request_says_goodbye_and_exits_zero(
         assert gateway.exit_status() == ExitStatus.OK
 
 
+@pytest.mark.soak
 def test_sigterm_ends_an_idle_worker(run_dir: Path, model_folder: Callable[[str], Path]) -> None:
     with Gateway(run_dir, model_folder("qwen3")) as gateway:
         gateway.ready()
@@ -468,6 +469,7 @@ def test_a_worker_outlives_the_reader_of_its_log(run_dir: Path, model_folder: Ca
         assert gateway.exit_status() == ExitStatus.OK
 
 
+@pytest.mark.soak
 def test_a_worker_whose_gateway_is_gone_for_good_exits(run_dir: Path, model_folder: Callable[[str], Path]) -> None:
     spec = WorkerSpec(
         "test", str(model_folder("qwen3")), 3, f"ipc://{run_dir}/d.sock", f"ipc://{run_dir}/u.sock",

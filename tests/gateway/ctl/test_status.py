@@ -14,7 +14,7 @@ import protocol
 from gateway.ctl.tables import duration, size
 from tests.gateway.harness import WORKERS
 from tests.support.ctl import COMMAND, ctl, started
-from tests.support.scale import patient
+from tests.support.scale import patient, scaled
 
 DAEMON = """
 import sys
@@ -67,7 +67,7 @@ def test_the_version_is_printed() -> None:
     assert json.loads(ctl(nowhere, "version", "--json").stdout) == {"version": protocol.__version__}
 
 
-@pytest.mark.parametrize("words", [["status"], ["load", "m"], ["chat", "m", "hi"]])
+@pytest.mark.parametrize("words", [["status"], *scaled([["load", "m"]], []), ["chat", "m", "hi"]])
 def test_a_daemon_that_does_not_run_is_said_so_with_its_own_exit_status(tmp_path: Path, words: list[str]) -> None:
     done = started(tmp_path, *words)
 

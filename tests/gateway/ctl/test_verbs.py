@@ -11,7 +11,7 @@ import pytest
 
 from tests.gateway.ctl.test_help import HELPS, commands, root
 from tests.support.ctl import ctl
-from tests.support.scale import patient
+from tests.support.scale import patient, scaled
 
 VERBS = [
     "serve", "status", "top", "models", "ps", "load", "unload", "restart", "pin", "unpin", "pull", "rm", "info", "chat",
@@ -75,7 +75,8 @@ def complete(home: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "verb", ["load", "chat", "info", "bench", "calibrate", "logs", "rm", "unload", "restart", "verify"]
+    "verb",
+    [*scaled(["chat", "info", "bench", "calibrate", "logs", "rm", "restart", "verify"], []), "load", "unload"],
 )
 def test_a_shell_completes_the_names_of_models(tmp_path: Path, verb: str) -> None:
     (tmp_path / "mlxd.toml").write_text('[models.coder]\naliases = ["code-fast", "claude-*"]\n[models.small]\n')

@@ -145,7 +145,8 @@ def test_the_demo_model_is_told_as_the_worker_loads_it(tmp_path: Path) -> None:
         "from worker.start.checked_model import load_checked; from protocol.spec import WorkerSpec;"
         "from mlx_lm.models.cache import *;"
         "from worker.engine.scheduling.kv_budget import KvCost; import mlx.core as mx;"
-        "loaded = load_checked(WorkerSpec(name='m', path='demo', epoch=1, down='', up=''), lambda *_: None);"
+        "spec = WorkerSpec(name='m', path='demo', epoch=1, down='', up='', batching='together');"
+        "loaded = load_checked(spec, lambda *_: None);"
         "caches = make_prompt_cache(loaded.model); loaded.model(mx.array([[1] * 256]), cache=caches);"
         "print(loaded.weights_bytes, loaded.max_context, KvCost.of(caches, 256).token_bytes)"
     )

@@ -12,6 +12,7 @@ from protocol.prompts import TokensPrompt
 from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import build
+from tests.support.scale import scaled
 from tests.support.tiled_attention import tiled
 from worker.attention import seam
 from worker.attention.kernel import LayerKV
@@ -56,7 +57,9 @@ def requests() -> list[Generate]:
     return [Generate(rid, TokensPrompt(prompt), greedy, max_tokens=12) for rid, prompt in enumerate(prompts, 1)]
 
 
-@pytest.mark.parametrize(("architecture", "bits"), [("qwen3", 0), ("qwen3", 8), ("llama", 0), ("gpt_oss", 0)])
+@pytest.mark.parametrize(
+    ("architecture", "bits"), [("qwen3", 0), ("qwen3", 8), *scaled([("llama", 0)], []), ("gpt_oss", 0)]
+)
 def test_tokens_by_the_kernel_are_those_of_mlx(
     architecture: str, bits: int, wide: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import SPECIALS, build, tiny_tokenizer
 from tests.support.rows import row
+from tests.support.scale import scaled
 from tests.worker.output.parsers.replay import Case, is_json, load_cases
 from tests.worker.output.parsers.test_fuzz import mutated
 from worker.engine.output import OutputWriter, TokenOutput
@@ -70,7 +71,7 @@ def text_of(pieces: Sequence[TokenOutput]) -> str:
     return "".join(event.text for piece in pieces for event in piece.events if event.kind is DeltaKind.TEXT)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=scaled(400, 160))
 @given(
     seed=st.integers(0, 1 << 32),
     case=st.sampled_from(CASES),
@@ -229,7 +230,7 @@ PARTS = ["e", "r", "a", "aa", "b", "\n", "\n\n", "#", "th", "é", "🙂", "<", "
 STOPS = [("er",), ("aab",), ("\n\n###",), ("</t", "ab"), ("a" * 5,), ("<tool_call>a", "\n")]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=scaled(300, 120))
 @given(
     stop=st.sampled_from(STOPS),
     family=st.sampled_from(["", "hermes"]),

@@ -20,7 +20,7 @@ from worker.prefix_cache.prefix import PrefixCache
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 # Caches of plain KV, of windows, of recurrent layers beside KV, and of recurrent layers alone, in a lane of equal rows.
-EVERY = (*KINDS, *scaled(("qwen3_next",), ()), "mamba")
+EVERY = (*scaled((*KINDS, "qwen3_next"), ("qwen3_5",)), "mamba")
 PHASES = ("waiting", "waiting for its turn", "prefill", "scores", "decode")
 rids = itertools.count(1)
 
@@ -67,10 +67,10 @@ def test_scores_of_one_token_alone_need_no_step_and_end_nobody_else(
 def test_rows_can_be_aborted_in_every_phase(architecture: str, model_folder: Callable[[str], Path]) -> None:
     settings: dict[str, Any] = {"max_running": 5, "prefill_chunk": 16, "cache_bytes": 1 << 26, "speculate": "off"}
     with EngineHarness(spec(model_folder(architecture), **settings)) as engine:
-        alone = engine.run([stream(max_tokens=1200)])[0].ids
-        running = engine.submit(stream(max_tokens=1200))
+        alone = engine.run([stream(max_tokens=scaled(1200, 600))])[0].ids
+        running = engine.submit(stream(max_tokens=scaled(1200, 600)))
         engine.wait(lambda: running.ids)
-        for phase in PHASES * 2:
+        for phase in PHASES * scaled(2, 1):
             is_scored = phase in ("waiting for its turn", "scores")
             count = {"waiting": 8, "waiting for its turn": 4}.get(phase, 1)
             size = 4 if phase in ("waiting", "decode") else 900
@@ -116,11 +116,11 @@ def test_a_release_that_fails_leaves_the_tokens_of_all_others_as_they_are(
 ) -> None:
     fails = Fails(monkeypatch, owner, name)
     with EngineHarness(spec(model_folder(architecture), cache_bytes=1 << 26, speculate="off")) as engine:
-        alone = [engine.run([stream(seed)])[0].ids for seed in (1, 2)]
-        running = [engine.submit(stream(seed)) for seed in (1, 2)]
+        alone = [engine.run([stream(seed, scaled(400, 200))])[0].ids for seed in (1, 2)]
+        running = [engine.submit(stream(seed, scaled(400, 200))) for seed in (1, 2)]
         engine.wait(lambda: all(result.ids for result in running))
         for seed in (3, 4, 5):
-            request = stream(seed, 900)
+            request = stream(seed, 500)
             result = engine.submit(request)
             engine.wait(lambda found=result: found.ids)
             before = fails.count

@@ -74,7 +74,7 @@ PROCESSED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("architecture", VERIFIED)
+@pytest.mark.parametrize("architecture", scaled(VERIFIED, ["qwen3_5"]))
 def test_rows_whose_text_changes_their_logits_keep_drafts_and_tokens(
     architecture: str, model_folder: Callable[[str], Path]
 ) -> None:

@@ -13,6 +13,7 @@ from protocol.prompts import TokensPrompt
 from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
+from tests.support.scale import scaled
 
 rids = itertools.count(1)
 
@@ -35,7 +36,7 @@ def one(engine: EngineHarness, asked: Generate) -> Result:
     return engine.run([asked])[0]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(scaled(8, 3)))
 def test_a_stop_string_anywhere_in_the_text_ends_it_there(engine: EngineHarness, seed: int) -> None:
     plain = one(engine, request(seed))
     rng = random.Random(seed)

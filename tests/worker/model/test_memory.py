@@ -21,6 +21,7 @@ from tests.support.engine import EngineHarness, spec
 from tests.support.models import Breakable
 from tests.support.prefix_checks import check_cache
 from tests.support.process import Gateway
+from tests.support.scale import scaled
 from worker.engine.generator import Generator
 from worker.errors import StepFailed
 from worker.model.memory import MemoryShare, ShareLimits, divide
@@ -234,7 +235,7 @@ def test_prefixes_are_let_go_of_before_mlx_hears_of_a_smaller_share(
 @pytest.mark.parametrize(
     "words",
     [
-        "[metal::malloc] Resource limit (499000) exceeded.",
+        *scaled(["[metal::malloc] Resource limit (499000) exceeded."], []),
         "[malloc] Unable to allocate 1073741824 bytes.",
         "[METAL] Command buffer execution failed: Insufficient Memory (kIOGPUCommandBufferCallbackErrorOutOfMemory)",
     ],

@@ -308,7 +308,7 @@ actions = st.sampled_from(["store", "fetch", "fetch", "forget", "restart", "lose
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scaled(40, 16), deadline=None)
 @given(steps=st.lists(st.tuples(actions, st.sampled_from(["", "a"]), prompts), max_size=25), seed=st.integers(0, 99))
 def test_memory_and_disk_together_find_what_was_stored(
     kind: str, steps: list[tuple[str, str, list[int]]], seed: int, tmp_path_factory: pytest.TempPathFactory

@@ -50,7 +50,7 @@ steps = st.lists(st.tuples(st.sampled_from(["store", "fetch"]), st.sampled_from(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scaled(40, 16), deadline=None)
 @given(steps=steps)
 def test_a_cache_with_room_finds_exactly_what_was_stored(kind: str, steps: list[tuple[str, str, list[int]]]) -> None:
     cache = PrefixCache(layout(kind), PLENTY)
@@ -70,7 +70,7 @@ def test_a_cache_with_room_finds_exactly_what_was_stored(kind: str, steps: list[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scaled(40, 16), deadline=None)
 @given(steps=steps, nodes=st.integers(0, 6), max_arrays=st.integers(4, 30))
 def test_a_small_cache_stays_within_its_budget_and_never_returns_anything_wrong(
     kind: str, steps: list[tuple[str, str, list[int]]], nodes: int, max_arrays: int

@@ -161,7 +161,7 @@ def test_different_ends_of_a_shared_prompt_wait_for_it_and_run_it_once(model_fol
     assert sorted(cached(result) for result in results) == [0] + [400] * 5
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("architecture", [*scaled(["llama"], []), "gpt_oss", "qwen3_next"])
 def test_an_aborted_prefill_leaves_a_prefix_that_is_right(
     architecture: str, model_folder: Callable[[str], Path]
 ) -> None:

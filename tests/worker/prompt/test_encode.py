@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.models import tiny_tokenizer
+from tests.support.scale import scaled
 from worker.model.loader import DEMO_DIR
 from worker.prompt.encode import PromptEncoder
 
@@ -103,7 +104,7 @@ texts = st.lists(pieces, max_size=30).map("".join)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=scaled(80, 32), deadline=None)
 @given(text=texts, size=st.integers(1, 12), add_special_tokens=st.booleans())
 def test_the_slices_of_a_text_are_its_tokens(name: str, text: str, size: int, add_special_tokens: bool) -> None:
     encoder = PromptEncoder(TOKENIZERS[name], slice_chars=size)

@@ -19,6 +19,7 @@ from protocol.prompts import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 from protocol.to_worker import Generate, Sampling, Tokenize
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB, build
+from tests.support.scale import scaled
 from worker.engine.row import Row
 from worker.errors import RequestInvalid
 from worker.model.loader import load
@@ -239,7 +240,7 @@ messages = st.dictionaries(fields, plain, max_size=4) | st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=scaled(150, 60), deadline=None)
 @given(
     st.lists(messages, max_size=3),
     st.lists(st.dictionaries(st.text(max_size=5), plain, max_size=3), max_size=2),
@@ -299,7 +300,7 @@ def engine(model_folder: Callable[[str], Path]) -> Iterator[EngineHarness]:
 extreme = st.sampled_from([0.0, 1.0, -1.0, 1e-45, 1e308, -1e308, math.inf, -math.inf, math.nan]) | st.floats()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scaled(40, 16), deadline=None)
 @given(st.data())
 def test_no_value_of_any_parameter_stops_the_engine_or_makes_an_id_that_is_none(
     engine: EngineHarness, data: st.DataObject

@@ -74,7 +74,7 @@ PROMPTS = ([1, 5, 9, 77, 30], [3, 4, 8, 120, 7, 55, 66, 9, 10], list(range(40, 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("wanted", scaled([1, -1, 1 << 30], [1, -1]))
+@pytest.mark.parametrize("wanted", scaled([1, -1, 1 << 30], [1]))
 def test_tokens_are_those_of_the_whole_model_for_any_size_of_the_cache(folder: Path, family: str, wanted: int) -> None:
     path = model_of(folder, family)
     whole, _ = answers(path, PROMPTS, at_once=False)
