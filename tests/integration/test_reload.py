@@ -115,7 +115,6 @@ async def test_no_stream_of_another_model_notices_a_reload(daemon: Daemon) -> No
     await until(lambda: daemon.models()["other"]["context"] == 300, DEADLINE_S)
 
 
-@pytest.mark.soak
 async def test_streams_of_a_model_that_is_changed_pause_and_go_on(daemon: Daemon) -> None:
     bodies = requests(scaled(16, 6), max_tokens=240)
     expected, total = await undisturbed(daemon.url, bodies)

@@ -173,7 +173,6 @@ def test_a_follower_of_another_version_is_refused_by_name(run_dir: Path, folder:
         assert group.process.wait(patient(60)) == ExitStatus.INCOMPATIBLE
 
 
-@pytest.mark.soak
 def test_a_follower_with_other_files_is_refused_by_name(run_dir: Path, folder: Path, tmp_path: Path) -> None:
     other = build("qwen2", tmp_path / "other", seed=1, num_hidden_layers=2)
     group = group_of(run_dir, folder)
