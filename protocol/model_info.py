@@ -6,10 +6,11 @@ from protocol.failures import Failure
 
 
 class MediaInfo(msgspec.Struct, frozen=True, array_like=True):
-    """Media limits of a loaded model: memory of its towers, and tokens and pixels of images.
+    """Media of a loaded model: memory of its media towers, and the tokens and pixels of images.
 
-    `image_tokens` is for an image of 1,024 × 1,024 pixels, `max_pixels` the size to which larger images are reduced; 0
-    means unknown, or no limit. `reason` explains why the model is served without the media of its towers.
+    `image_tokens` is the number of tokens of an image of 1,024 × 1,024 pixels; 0 means unknown. Larger images are
+    reduced to `max_pixels`; 0 means that another limit applies. If the model is served without media, `reason` explains
+    why.
     """
 
     tower_bytes: int = 0
@@ -27,9 +28,9 @@ class EmbeddingInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
-    """Adapter of a loaded model: its folder, and its size, or why it cannot be served.
+    """Adapter of a loaded model: its folder, and either its size or the reason why it cannot be served.
 
-    `base` is the model on which it was trained, according to its files.
+    `base` is the model on which the adapter was trained, according to the adapter's files.
     """
 
     name: str
@@ -43,7 +44,8 @@ class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankInfo(msgspec.Struct, frozen=True, array_like=True):
-    """Rank of a group and its node; rank 0's host and process are the worker's own."""
+    """Rank of a group and its node. `host`, `pid` and `device` are not set for rank 0, which is the worker's own
+    process."""
 
     rank: int
     node: str
@@ -64,8 +66,8 @@ class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
 class AudioInfo(msgspec.Struct, frozen=True, array_like=True):
     """Audio model: its tasks, its voices and languages if it has a list of them, and its sample rate.
 
-    `formats` are the available formats of speech, `missing` explains why some are not available. `needs_instructions`
-    is set if the voice must be described.
+    `formats` are the available formats of speech, and `missing` explains why others are not available.
+    `needs_instructions` is set if a request must describe the voice.
     """
 
     transcribes: bool = False

@@ -98,12 +98,12 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Specification of a worker: JSON on its standard input, because arguments are limited in size and not secret.
 
-    A field with its default value is omitted, so that the previous version reads every specification without new
-    features. New fields come last, with a default that means the previous version's behaviour; a default is never
+    A field that has its default value is omitted, so that the previous version can read any specification that uses no
+    new feature. New fields come last, with a default that means the previous version's behaviour; a default is never
     changed. `path` is a folder, a Hugging Face repository in the local cache, or `demo` for the embedded model. `dtype`
     is `auto` (float32 on CPU, otherwise as stored), `float32`, `float16` or `bfloat16`. `context` caps the model's own
-    window (0: the model's); `prefill_chunk` is the longest prompt chunk in tokens. `max_running` 0 means the result of
-    a calibration.
+    window (0: the model's); `prefill_chunk` is the longest prompt chunk in tokens. If `max_running` is 0, the number of
+    rows comes from a calibration; without one, a default applies.
     """
 
     name: str

@@ -109,11 +109,11 @@ class ConfigSource:
             raise ConfigError(f"{file_key(field)}: {_sentence(what)}", self.path, line) from None
 
     def path_of(self, path: str) -> Path:
-        """Return a path that the file contains, relative to the file's folder."""
+        """Resolve a path from the configuration file, relative to the folder of that file."""
         return self.path.absolute().parent / Path(path).expanduser()
 
     def text(self, path: str, where: tuple[str, ...]) -> str:
-        """Read a text file whose path is in this file. Raises `ConfigError`."""
+        """Read the text file at a path from the configuration file. Raises `ConfigError`."""
         file = self.path_of(path)
         try:
             return file.read_text(encoding="utf-8")
@@ -122,7 +122,8 @@ class ConfigSource:
             raise self.error(f"{where[-1]}: cannot read {file}: {reason}", where) from None
 
     def model_path(self, path: Any) -> Any:
-        """Make a folder absolute, relative to the file's folder. A repository id stays as it is."""
+        """Resolve a model's folder, relative to the folder of the configuration file. A repository id stays as it
+        is."""
         if not isinstance(path, str):
             return path
         if path.startswith("~"):

@@ -61,7 +61,8 @@ class Collector:
         self.prefill_began_at: float | None = None
         self.progress: tuple[int, int] | None = None
         self.last_activity = self._loop.time()
-        # Called with a rid and its number of prompt tokens. It may end the request.
+        # Callback for an accepted sequence, which gets the sequence's rid and number of prompt tokens. The callback may
+        # end the request.
         self.on_accepted: Callable[[int, int], None] | None = None
         self._unfinished = set(rids)
         # An entry that is a list contains deltas that are merged when they are read.

@@ -236,7 +236,8 @@ class WorkerLink:
                 sequence.collector.send_delta(Delta(sequence.rid, finish=Finish.ERROR, failure=failure))
 
     def abandon(self, failure: Failure) -> None:
-        """End all sequences with a failure. The workers, which the next gateway adopts, must abort them."""
+        """End all sequences with a failure, and order the workers to abort them, because the next gateway adopts the
+        workers."""
         sequences = list(self._sequences.values())
         for epoch, connection in self._connections.items():
             if rids := tuple(sequence.rid for sequence in sequences if sequence.epoch == epoch):

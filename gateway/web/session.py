@@ -48,7 +48,7 @@ class Sessions:
         self._sessions: OrderedDict[bytes, WebSession] = OrderedDict()
 
     def make_code(self) -> str:
-        """Make a code, which logs in once, within `CODE_S`."""
+        """Make a code that is valid for one login, within `CODE_S` seconds."""
         self._forget_old()
         if len(self._codes) >= CODES_MAX:
             self._codes.popitem(last=False)

@@ -23,8 +23,8 @@ from worker.attention.kernel_text import (
     source,
 )
 
-# Maximum number of new tokens per row. For more tokens, MLX's Metal attention compiles nothing for a new length.
-# cuDNN's plan for a new length takes 45 to 70 ms, and MLX's attention without cuDNN was slower than these kernels
+# Maximum number of new tokens per row. On Metal, MLX's attention of more tokens compiles nothing for a new length. On
+# CUDA, cuDNN's plan for a new length takes 45 to 70 ms, and MLX's attention without cuDNN was slower than these kernels
 # (H100).
 METAL_TOKENS_MAX: Final = 16
 CUDA_TOKENS_MAX: Final = 512
@@ -33,15 +33,15 @@ PARTIAL_SUMS_MAX_BYTES: Final = 1 << 28
 # Supported sizes of heads, and supported dtypes.
 DIMS: Final = (64, 80, 96, 128, 192, 256)
 TYPES: Final = (mx.bfloat16, mx.float16, mx.float32)
-# Supported bits per quantized number, and how many numbers share a scale and a bias.
+# Supported bits per quantized number, and the number of values that share a scale and a bias.
 BITS: Final = (8, 4)
 GROUP: Final = 64
 
 
 @dataclass(slots=True, frozen=True)
 class LayerKV:
-    """KV of a layer: arrays `[rows, kv heads, slots, dim]`, or the codes, scales and biases of `bits` bits per
-    number."""
+    """KV of a layer. If `bits` is 0, `keys` and `values` are one array `[rows, kv heads, slots, dim]` each; otherwise
+    they are codes of `bits` bits per number, scales and biases."""
 
     keys: Sequence[mx.array]
     values: Sequence[mx.array]
@@ -83,8 +83,8 @@ def attend(
 ) -> mx.array:
     """Compute attention `[rows, heads, tokens, dim]` of new tokens whose KV is already in its slots.
 
-    Token i of row r attends to slots up to `lengths[r] + i`; with a `window`, only to the newest of these slots. `end`
-    is at least the number of slots of the longest row. Raises `RuntimeError` without a GPU.
+    Token i of row r attends to slots up to `lengths[r] + i`; with a `window`, only to the newest `window` of these
+    slots. `end` is at least the number of slots of the longest row. Raises `RuntimeError` without a GPU.
     """
     kernels = _kernels()
     rows, heads, tokens, dim = queries.shape

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from string import Template
 from typing import Final
 
-# Slots of a split, warps of a block, and slots of a tile, in this order.
+# A split has SPLIT slots, a block has CHAINS warps, and a tile has TILE slots.
 SPLIT: Final = 512
 CHAINS: Final = 4
 TILE: Final = 16
@@ -287,6 +287,7 @@ SUM_BODY: Final = Template("""
 
 
 def source(body: Template, words: Mapping[str, str]) -> str:
-    """Return the source of a kernel in a language. Raises `KeyError` for a word that the language lacks."""
+    """Return a kernel's source in the language with these words. Raises `KeyError` for a word that the language
+    lacks."""
     sizes = {"split": SPLIT, "chains": CHAINS, "tile": TILE, "summers": SUMMERS}
     return body.substitute(words, **{name: str(size) for name, size in sizes.items()})

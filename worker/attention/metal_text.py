@@ -1,4 +1,5 @@
-"""Words and tile products of the attention kernels in Metal, whose matrix units multiply 8 by 8 floats."""
+"""Metal part of the attention kernels: the templates' words, and products of tiles for matrix units of 8 by 8
+floats."""
 
 from typing import Final
 

@@ -35,7 +35,7 @@ _FUNCTION: Final = "scaled_dot_product_attention"
 
 @dataclass(slots=True, frozen=True)
 class AttentionForm:
-    """Shapes and types that a kernel is compiled for. KV has `bits` bits per number; 0 if it is not quantized."""
+    """Shapes and types for which a kernel is compiled. KV has `bits` bits per number; 0 if it is not quantized."""
 
     heads: int
     kv_heads: int
@@ -99,7 +99,7 @@ class AttentionSwitch:
 
 
 def join(model: Any, switch: AttentionSwitch) -> bool:
-    """Make a switch the attention of a model's modules. Returns whether any module uses the switch."""
+    """Let the attention modules of a model call a switch. Returns whether any module calls it."""
     is_joined = False
     for module in model.modules():
         if isinstance(module, Mixing) and (call := _with_attention(type(module.module).__call__, switch)) is not None:

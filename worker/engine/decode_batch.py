@@ -3,9 +3,9 @@
 A plain step is launched before the tokens of the previous step are read. A verify block is a row's newest token and its
 draft in one forward pass: the row samples at each position as it would without a draft, and draft tokens are accepted
 up to the first that differs. Caches that keep tokens one by one are then rewound. Recurrent layers cannot be rewound:
-after a partial rejection such a row is restored to where the block began, and *owes* the tokens that it has generated.
-Owed tokens lead its next block, which has no draft if they are too many, and so is accepted whole. Chunks of prompts
-can be fused with either kind of step.
+after a partial rejection, a row with such layers is restored to where the block began, and *owes* the tokens that it
+has generated. The row's next block begins with the owed tokens. If they leave no room for a draft, that block is
+accepted whole. Chunks of prompts can be fused with either kind of step.
 """
 
 import time
@@ -27,7 +27,8 @@ from worker.speculation.drafter import Drafter
 from worker.speculation.policy.draft_width import FasterOfTwo
 from worker.structured.masks import constrains
 
-# Maximum tokens of a row's block if the model has recurrent layers, which run the tokens of a rejected block again.
+# Maximum number of tokens of a row's block if the model has recurrent layers, which run the accepted tokens of a partly
+# rejected block again.
 MAX_RECURRENT_BLOCK_TOKENS: Final = 16
 # CUDA's attention of one token under a mask is slow. A step of two tokens, one of them padding, can be faster.
 PAIR_TOKENS: Final = 2
@@ -42,8 +43,8 @@ class _PendingStep:
     launched: float
     # Whether each row had a second token, which is padding; None if there was no choice.
     is_pair: bool | None
-    # Set before the step's tokens are read if the loop rests, and on a CPU, where a launch returns when almost all of
-    # the step has run.
+    # Time at which the step ended, if that is known before its tokens are read: if the loop rests, and on a CPU, where
+    # a launch returns when almost all of the step has run.
     ended: float = 0.0
 
 
@@ -77,7 +78,7 @@ class _Block:
         return max(len(draft) for draft in self.drafts) + 1
 
     def drafted(self, at: int) -> int:
-        """Return the number of tokens after a row's newest one."""
+        """Return the number of draft tokens with which a row's block was made."""
         return self.lengths[at] - self.begins[at] - 1
 
     def kept(self, at: int) -> int:
@@ -135,7 +136,7 @@ class DecodeBatch(SequenceGroup):
         super().keep(rows)
 
     def finish(self) -> None:
-        """Wait for the running step, so that this step and the pass after it are measured separately."""
+        """Wait for the running step, so that it and the next pass are measured separately."""
         if self._pending is not None:
             mx.eval(self._inputs)
             self._time_plain()
@@ -146,7 +147,7 @@ class DecodeBatch(SequenceGroup):
         return self.ended - began
 
     def rest(self) -> None:
-        """Note that nothing runs any more: the rest that follows is not part of a step's time."""
+        """Note that nothing runs any more, because the rest that follows is not part of a step's time."""
         if self._pending is not None and not self._pending.ended:
             self._pending.ended = time.perf_counter()
         self._block_rows = 0
@@ -366,5 +367,5 @@ class DecodeBatch(SequenceGroup):
 
 
 def _agreed(draft: Sequence[int], targets: Sequence[int]) -> int:
-    """Return the number of leading draft tokens that equal the sampled ones."""
+    """Return the number of leading draft tokens that equal the sampled tokens."""
     return next((at for at, token in enumerate(draft) if token != targets[at]), len(draft))

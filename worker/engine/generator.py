@@ -1,4 +1,4 @@
-"""Generator: runs sequences on a model, prompts in chunks, then one decode step after another for all of them.
+"""Generator: runs prompts in chunks on a model, and one decode step after another for all sequences past their prompt.
 
 Models and the caches of one sequence are mlx-lm's; the batch and its caches are ours.
 """
@@ -35,7 +35,7 @@ class PrefillProgress:
     count: int
     is_segment_end: bool
     is_prompt_end: bool
-    # Complete scores of a scored prompt.
+    # Scores of a scored prompt, once they are complete.
     scores: Scores | None = None
 
 
@@ -49,7 +49,8 @@ class Generator:
     def __init__(self, model: Any, sampler: RowSampler, mode: BatchMode, drafter: Drafter) -> None:
         self._model = model
         self._mode = mode
-        # Sequences are grouped by phase: inserted; in prefill, or scored one by one; past their prompt.
+        # Sequences are grouped by phase. `_waiting` has inserted sequences, `_prefill` and `_scored` have sequences
+        # whose prompts are running, and `_decode` has those past their prompt.
         self._waiting: deque[BatchSequence] = deque()
         self._prefill = SequenceGroup()
         self._scored = ScoredRows(model)
@@ -60,7 +61,7 @@ class Generator:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all caches."""
+        """Size of all caches in bytes."""
         waiting = sum(cache.nbytes for sequence in self._waiting for cache in sequence.caches)
         return int(waiting + sum(rows.nbytes for rows in self._groups))
 
@@ -180,7 +181,7 @@ class Generator:
         return prompted
 
     def _chunk(self, most: int) -> ForwardPart | None:
-        """Return at most `most` next tokens of each prompt."""
+        """Return a pass over at most `most` next tokens of each prompt; None if there are no prompts."""
         sequences = self._prefill.sequences
         if not sequences:
             return None
@@ -198,7 +199,7 @@ class Generator:
         return bool(decode) and can_pack(self._model) and not has_media(decode) and not has_media(prefill)
 
     def _run_prompts(self, prompts: ForwardPart, is_fused: bool, began: float) -> None:
-        """Run the prompts if they were not fused with the step, and rewind their padding."""
+        """Run the prompts if they were not fused with the step, and remove their padding from the caches."""
         if not is_fused:
             forward(self._model, prompts)
         batched.rewind(prompts.caches, prompts.excess)

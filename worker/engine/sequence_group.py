@@ -25,7 +25,7 @@ class SequenceGroup:
         return sum(cache.nbytes for cache in self.caches)
 
     def extend(self, other: "SequenceGroup") -> None:
-        """Append all rows of `other`, which must not be used any more."""
+        """Append all rows of `other`, which must not be used afterwards."""
         if not self.sequences:
             self.caches = other.caches
         elif other.sequences:
@@ -56,7 +56,8 @@ class SequenceGroup:
     def extract(self, at: int) -> tuple[list[Any], list[int]]:
         """Return the caches of one row as views, and the tokens in the caches; a row without tokens has no caches.
 
-        mlx-lm 0.31's `ArraysCache` raises `TypeError` if it has never had contents.
+        The caches of a row without tokens are not extracted, because mlx-lm 0.31's `ArraysCache` raises `TypeError` if
+        it has never had contents.
         """
         tokens = self.sequences[at].tokens
         return (batched.extract(self.caches, at), list(tokens)) if tokens else ([], [])

@@ -18,7 +18,7 @@ _REWOUND: Final = (RaggedKVCache, RaggedWindowCache)
 
 
 def merge(rows: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return the batch form of each layer's caches of these sequences."""
+    """Return one batch cache per layer; row i of each has the KV or state of sequence i."""
     shared: dict[tuple[int, ...], Lengths] = {}
 
     def layer(column: Sequence[Any]) -> Any:
@@ -44,7 +44,7 @@ def extend(caches: Sequence[Any], others: Sequence[Any]) -> None:
 def keep(caches: Sequence[Any], rows: Sequence[int]) -> None:
     """Keep only these rows of the caches, in this order.
 
-    Waits for all launched work: MLX writes in place only where no running operation reads the array.
+    Wait for all launched work first, because MLX writes to an array in place only if no running operation reads it.
     """
     flat, rows = leaves(caches), list(rows)
     moves = [leaf.moves(rows) if isinstance(leaf, RaggedKVCache) else None for leaf in flat]
@@ -58,15 +58,15 @@ def keep(caches: Sequence[Any], rows: Sequence[int]) -> None:
 
 
 def without(count: int, leaving: Collection[int]) -> list[int]:
-    """Return the rows that stay of `count` rows, in the order that moves the fewest: the last rows take the places of
-    those that leave."""
+    """Return which of `count` rows stay, in the order that moves the fewest rows: the last rows take the places of rows
+    that leave."""
     staying = count - len(leaving)
     last = [row for row in range(staying, count) if row not in leaving]
     return [last.pop() if row in leaving else row for row in range(staying)]
 
 
 def take(caches: Sequence[Any], rows: Sequence[int]) -> list[Any]:
-    """Return copies of these rows as caches of their own."""
+    """Return new caches with copies of these rows."""
 
     def taken(cache: Any) -> Any:
         if isinstance(cache, CacheList):
@@ -88,9 +88,9 @@ def compact(caches: Sequence[Any]) -> None:
 
 
 def extract(caches: Sequence[Any], row: int) -> list[Any]:
-    """Return the caches of one row, which belongs to a batch or runs alone.
+    """Return the caches of one row, whether it belongs to a batch or runs alone.
 
-    The KV arrays are views, so that a caller that stores a part copies only that part.
+    The KV arrays are views, so a caller that stores a part of the KV copies only that part.
     """
 
     def take(cache: Any) -> Any:
@@ -102,13 +102,13 @@ def extract(caches: Sequence[Any], row: int) -> list[Any]:
 
 
 def place(caches: Sequence[Any], skipped: Sequence[int]) -> None:
-    """Set the position of row i's next token to `skipped[i]` after its slot, before a pass. Plain caches only."""
+    """Place row i's next token `skipped[i]` positions after its slot, before a pass. All caches must be plain."""
     for leaf in leaves(caches):
         leaf.place(tuple(skipped))
 
 
 def begin_block(caches: Sequence[Any], lengths: Sequence[int], width: int) -> None:
-    """Prepare a forward pass of `width` tokens per row: `lengths[i]` tokens of row i, then padding."""
+    """Prepare the caches for a forward pass of `width` tokens per row: row i has `lengths[i]` tokens, then padding."""
     if width == 1:
         return
     padding = [width - length for length in lengths]
@@ -153,7 +153,8 @@ def is_recurrent(caches: Sequence[Any]) -> bool:
 def can_rewind(caches: Sequence[Any]) -> bool:
     """Whether rows in the batch form of these caches can be restored to their state before a block.
 
-    Rows with both windows and recurrent layers cannot: a window can remove all tokens of a block but the first.
+    Rows with both windows and recurrent layers cannot be restored, because the first token of a block cannot be removed
+    from a window.
     """
     flat = leaves(caches)
     kinds = {type(leaf) for leaf in flat}
@@ -163,12 +164,12 @@ def can_rewind(caches: Sequence[Any]) -> bool:
 
 
 def states(caches: Sequence[Any]) -> list[list[Any]]:
-    """Return the present arrays of recurrent layers, without copies: MLX arrays are immutable."""
+    """Return the current arrays of recurrent layers. No copies are made, because MLX arrays are immutable."""
     return [list(leaf.cache) for leaf in leaves(caches) if isinstance(leaf, ArraysCache)]
 
 
 def restore(caches: Sequence[Any], before: Sequence[list[Any]], rows: Sequence[bool]) -> None:
-    """Restore the recurrent layers of these rows to the result of `states`."""
+    """Restore the recurrent layers of each row that is set in `rows` to `before`, a result of `states`."""
     if not any(rows):
         return
     is_restored = mx.array(list(rows))

@@ -2,8 +2,8 @@
 
 A layer's cache is one of three kinds. *Sliceable*: plain or quantized KV, where the entry of a token does not depend on
 later tokens, so any prefix is a slice. *Windowed*: the same for the newest tokens only, which suffices to continue at a
-position if the whole window before it is known. *Stateful*: everything else (recurrent state), valid only at the exact
-position where it was copied. With windowed or stateful layers, a sequence can continue only at checkpoints.
+position if the whole window before that position is known. *Stateful*: everything else (recurrent state), valid only at
+the exact position where it was copied. With windowed or stateful layers, a sequence can continue only at checkpoints.
 """
 
 import copy
@@ -26,9 +26,9 @@ the six arrays of quantized KV. Windowed layers have only the last tokens, at mo
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Number of layers of each kind; `make` returns empty caches of one sequence.
+    """Number of a model's layers of each kind; `make` returns empty caches of one sequence.
 
-    `windows` are the sizes of windows, each with the index of one such layer in a span.
+    `windows` has each size of window, with the index in a span of one layer that has this size.
     """
 
     make: Callable[[], list[Any]]
@@ -61,7 +61,7 @@ def leaves(caches: Sequence[Any]) -> list[Any]:
 
 
 def slice_span(caches: Sequence[Any], begin: int, end: int) -> Span:
-    """Return copies of the KV of tokens [begin, end); of a windowed layer, only tokens in its window. The arrays are
+    """Return copies of the KV of tokens [begin, end). A windowed layer has only tokens in its window. The copies are
     not evaluated yet."""
     return _pack([_slice(leaf, begin, end) for leaf in leaves(caches) if has_kv(leaf)])
 
@@ -82,7 +82,7 @@ def view_start(span: Span, end: int) -> Span:
 
 
 def part_span(span: Span, size: int, begin: int, end: int) -> Span:
-    """Return copies of tokens [begin, end) of an edge of `size` tokens."""
+    """Return copies of the KV of tokens [begin, end) from the span of an edge of `size` tokens."""
     return _pack([tuple(_part(array, size, begin, end) for array in arrays) for arrays in span])
 
 
@@ -92,12 +92,13 @@ def _part(array: mx.array, size: int, begin: int, end: int) -> mx.array:
 
 
 def cut_span(span: Span, size: int, at: int) -> tuple[Span, Span]:
-    """Split the span of an edge of `size` tokens into copies of its two parts, so that each can be freed alone."""
+    """Split the span of an edge of `size` tokens into copies of its two parts, so that each can be freed separately."""
     return part_span(span, size, 0, at), part_span(span, size, at, size)
 
 
 def extend_windows(span: Span, caches: Sequence[Any], begin: int, end: int) -> Span:
-    """Return an edge's span in which the KV of windowed layers begins at `begin`; the edge ends at `end`."""
+    """Return an edge's span whose windowed layers have KV from `begin` on, as far as their windows reach. The edge ends
+    at `end`."""
     held = [leaf for leaf in leaves(caches) if has_kv(leaf)]
     is_short = [is_windowed(leaf) and has[0].shape[2] < end - begin for leaf, has in zip(held, span, strict=True)]
     longer = iter(_pack([_slice(leaf, begin, end) for leaf, short in zip(held, is_short, strict=True) if short]))
@@ -105,7 +106,8 @@ def extend_windows(span: Span, caches: Sequence[Any], begin: int, end: int) -> S
 
 
 def _pack(span: Span) -> Span:
-    """Copy a span, with one allocation for all arrays of a shape: allocating costs more than copying."""
+    """Copy a span, with one allocation for all arrays of the same shape and type, because allocating costs more than
+    copying."""
     groups: dict[tuple[tuple[int, ...], mx.Dtype], list[mx.array]] = {}
     flat = [array for arrays in span for array in arrays]
     for array in flat:
@@ -163,7 +165,7 @@ def arrays_of(span: Span, state: Sequence[Any]) -> list[mx.array]:
 
 
 def _own(leaf: Any) -> Any:
-    """Copy the state of a cache in place, because states that were extracted can be views of a whole batch."""
+    """Replace a cache's state by a copy, because an extracted state can be a view of a whole batch."""
 
     def own(value: Any) -> Any:
         if isinstance(value, mx.array):

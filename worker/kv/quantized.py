@@ -21,7 +21,7 @@ _Codes = tuple[mx.array, mx.array, mx.array]
 class KvForm:
     """Form of quantized KV: bits per code, group size, and how attention uses the codes.
 
-    With `reads_codes`, attention of one token per row multiplies with the codes. Otherwise KV is dequantized for MLX's
+    With `reads_codes`, attention of one token per row computes with the codes. Otherwise KV is dequantized for MLX's
     fused attention. It is also dequantized for several tokens per row, because mlx-lm would materialize their scores
     for all slots.
     """
@@ -41,7 +41,7 @@ class KvForm:
 class QuantizedKV(RaggedKVCache):
     """Quantized KV of several rows, or of one sequence.
 
-    `arrays` are codes, scales and biases of the keys, then of the values.
+    `arrays` are the codes, scales and biases of the keys, then those of the values.
     """
 
     def __init__(self, form: KvForm, lengths: Lengths) -> None:
@@ -58,8 +58,8 @@ class QuantizedKV(RaggedKVCache):
 
     @property
     def bits(self) -> int:
-        """Number of bits of a code; this attribute only exists if the newest pass got codes, so that mlx-lm's attention
-        detects codes by it."""
+        """Number of bits of a code. The attribute exists only if the newest pass got codes, because mlx-lm's attention
+        detects codes by this attribute."""
         if not self._gives_codes:
             raise AttributeError("bits")
         return self.form.bits
@@ -87,7 +87,7 @@ class QuantizedKV(RaggedKVCache):
 
     @property
     def whole_bytes(self) -> int:
-        """Number of bytes of the KV once it is dequantized."""
+        """Size of the dequantized KV in bytes."""
         half = len(self.arrays) // 2
         pairs = [(self.arrays[at], self.arrays[at + 1]) for at in (0, half)] if self.arrays else []
         return sum(codes.size * (32 // self.form.bits) * scales.itemsize for codes, scales in pairs)

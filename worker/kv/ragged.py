@@ -1,9 +1,9 @@
 """Batch caches of KV whose rows can be rewound by different numbers of tokens.
 
-mlx-lm's `BatchKVCache` is right-justified: all rows end at the same slot, so rewinding rows by different numbers rolls
-them, and attention needs a mask even without padding. Here each row begins at slot 0: a rewind is a subtraction, and
-rows of equal length need no mask. A row also stays where it is in memory while others come and go: a row that joins is
-written behind the last one, and where a row leaves, the last one moves into its place.
+mlx-lm's `BatchKVCache` is right-justified: all rows end at the same slot, so rewinding rows by different numbers of
+tokens moves their KV, and attention needs a mask even without padding. Here each row begins at slot 0: a rewind is a
+subtraction, and rows of equal length need no mask. A row also stays where it is in memory while others join and leave:
+a row that joins is written after the last row, and the last row moves into the place of a row that leaves.
 """
 
 import copy
@@ -17,8 +17,8 @@ from mlx_lm.models.cache import KVCache
 
 # Caches grow in steps of this many tokens, as in mlx-lm.
 STEP: Final = 256
-# CUDA's attention is compiled for each width and number of slots, which takes as long as several steps. So attention on
-# CUDA sees all allocated slots, and widths are powers of two; elsewhere it sees only the slots in use.
+# CUDA's attention is compiled for each width and number of slots; a compilation takes as long as several steps. So
+# attention on CUDA sees all allocated slots, and widths are powers of two; elsewhere it sees only the slots in use.
 sees_room = mx.cuda.is_available() and mx.default_device() == mx.gpu
 
 
@@ -28,7 +28,7 @@ def wide(count: int) -> int:
 
 
 class Lengths:
-    """Lengths of the rows, and the arrays that are derived from them.
+    """Lengths of a batch's rows in tokens, and the arrays that are derived from these lengths.
 
     All layers of a batch switch from one `Lengths` object to the next together, so that each array is made once for all
     layers. The next token of row i is at position `of[i] + skipped[i]`; `skipped` is empty if no row has a sparse
@@ -46,11 +46,12 @@ class Lengths:
         self.is_level = min(self.of, default=0) == self.longest
         self._offset: mx.array | None = None
         self._begins: mx.array | None = None
-        # Width of the next forward pass and the end of its slots, if its padding shares slots.
+        # Width of the pass that `begin` has prepared, and the end of the slots that the pass uses; None if `begin` had
+        # nothing to prepare.
         self._end: tuple[int, int] | None = None
         self._slots: tuple[int, mx.array] | None = None
         self._index: tuple[mx.array, mx.array, mx.array] | None = None
-        # Masks by the number of next tokens and the window.
+        # Masks by the number of next tokens per row and the window.
         self._masks: dict[tuple[int, int | None], mx.array] = {}
         # The newest change of these lengths, and the lengths that it resulted in.
         self._next: tuple[object, Lengths] | None = None
@@ -72,7 +73,8 @@ class Lengths:
         return self._begins
 
     def begin(self, lengths: Sequence[int], count: int) -> None:
-        """Prepare a pass of `count` tokens per row, `lengths[i]` of row i. Padding after the longest shares a slot."""
+        """Prepare a pass of `count` tokens per row: row i has `lengths[i]` tokens, then padding. Padding beyond the
+        last token of every row shares one slot."""
         if self.is_level and not sees_room:
             return
         end = count, min(self.longest + count, 1 + max(map(add, self.of, lengths)))
@@ -88,7 +90,7 @@ class Lengths:
         return self.end(count) == self.longest + count
 
     def seen(self, count: int) -> int:
-        """Return the number of slots that attention sees."""
+        """Return the number of slots that attention sees in a pass of `count` tokens per row."""
         return room(self.end(count)) if sees_room and (count > 1 or not self.is_level) else self.end(count)
 
     def slots(self, count: int) -> mx.array:
@@ -117,7 +119,8 @@ class Lengths:
         return self._masks[count, window]
 
     def window_of(self, mask: mx.array | str | None, count: int) -> int | None:
-        """Return the window of a mask that `make_mask` made, or 0 for no window; None for other masks."""
+        """Return the window of a mask that `make_mask` returned, 0 if that mask has no window, or None for another
+        mask."""
         if mask is None or isinstance(mask, str):
             is_ours = self.is_level and (mask == "causal" or (mask is None and count == 1))
             return 0 if is_ours else None
@@ -159,11 +162,11 @@ class Lengths:
 
 
 class RaggedKVCache:
-    """KV of several rows; each row begins at slot 0. The layers of a batch share `lengths` as long as they change
-    alike.
+    """KV of several rows; each row begins at slot 0. The layers of a batch share one `lengths` object as long as the
+    layers' rows change in the same way.
 
-    `arrays` are keys and values, `[allocated rows, heads, slots, dim]`, or their quantized form; empty before the first
-    tokens. The rows of `lengths` come first. Rows that have left stay allocated for rows that join.
+    `arrays` are keys and values, `[allocated rows, heads, slots, dim]`, or their quantized form; the tuple is empty
+    before the first tokens. The first allocated rows are those in `lengths`; the others are free for rows that join.
     """
 
     def __init__(self, lengths: Lengths) -> None:
@@ -219,7 +222,7 @@ class RaggedKVCache:
         self.arrays, self.lengths = arrays, before.grown(count)
         self._seen, self._before = before.seen(count), before
         keys, values = self.keys_and_values()
-        # A weak reference, because a live view would prevent the next pass from writing in place.
+        # The reference is weak, because a live view would prevent the next pass from writing in place.
         self._given = weakref.ref(keys[0] if isinstance(keys, tuple) else keys)
         return keys, values
 
@@ -255,7 +258,7 @@ class RaggedKVCache:
         self.lengths = self.lengths.placed(skipped)
 
     def begin(self, lengths: Sequence[int], count: int) -> None:
-        """Prepare a pass of `count` tokens per row, of which `lengths[i]` are row i's and the rest is padding."""
+        """Prepare a pass of `count` tokens per row: row i has `lengths[i]` tokens, then padding."""
         self.lengths.begin(lengths, count)
 
     def rewind(self, drop: tuple[int, ...]) -> None:
@@ -263,8 +266,8 @@ class RaggedKVCache:
         self.lengths = self.lengths.shortened(drop)
 
     def moves(self, rows: Sequence[int]) -> dict[int, tuple[mx.array, ...]] | None:
-        """Return copies of the rows that `filter` moves, by their new places; None if it makes smaller arrays, or if a
-        place is taken from a row that moves itself."""
+        """Return copies of the rows that `filter` must move, by their new places. Return None if `filter` must copy all
+        rows: to halve the arrays, or because a row would leave a place that stays in use."""
         moved = {to: row for to, row in enumerate(rows) if to != row}
         if any(row < len(rows) for row in moved.values()):
             return None
@@ -275,7 +278,7 @@ class RaggedKVCache:
         return {to: self._copies([row], self.lengths.of[row]) for to, row in moved.items()}
 
     def filter(self, rows: Sequence[int], moves: Mapping[int, tuple[mx.array, ...]] | None) -> None:
-        """Keep only these rows, in this order. `moves` is what the method of that name returned for them."""
+        """Keep only these rows, in this order. `moves` is the result of the method `moves` for these rows."""
         self.lengths = self.lengths.kept(rows)
         if moves is None:
             self.arrays = self._copies(rows, self.lengths.longest)
@@ -295,7 +298,7 @@ class RaggedKVCache:
         self.lengths = both
 
     def take(self, rows: Sequence[int]) -> Self:
-        """Return copies of these rows as a cache of their own."""
+        """Return a new cache with copies of these rows."""
         taken = copy.copy(self)
         taken.lengths = self.lengths.kept(rows)
         taken.arrays = self._copies(rows, taken.lengths.longest)
@@ -308,7 +311,7 @@ class RaggedKVCache:
             self.arrays = self._copies(range(rows), self.lengths.longest)
 
     def extract(self, row: int) -> Any:
-        """Return a row as a cache of one sequence, with views of this cache."""
+        """Return a row as a cache of one sequence, whose arrays are views of this cache's arrays."""
         if not self.arrays:
             return KVCache()
         return KVCache.from_state((*self._views(row), self.lengths.of[row]))
@@ -342,11 +345,11 @@ class RaggedKVCache:
         return keys, values, mx.where(slots < mx.array(list(self.lengths.of))[:, None], slots, -1)
 
     def _entries(self, keys: mx.array, values: mx.array) -> tuple[mx.array, ...]:
-        """Return new tokens in the form of `arrays`."""
+        """Return the KV of new tokens in the form of `arrays`."""
         return keys, values
 
     def _fill(self, rows: Sequence[tuple[mx.array, ...]]) -> None:
-        """Set the arrays from those of one sequence each; a sequence without tokens has none."""
+        """Set the arrays from each row's own arrays; a row without tokens has none."""
         like, lengths = next((arrays for arrays in rows if arrays), ()), self.lengths.of
         self.arrays = tuple(
             _stacked(
@@ -375,7 +378,8 @@ class RaggedKVCache:
         return self._allocated(like[0].shape[0], end, like)
 
     def _allocated(self, rows: int, slots: int, like: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
-        """Return arrays with at least as many rows and slots: the present ones, or copies with no more than that."""
+        """Return arrays with room for this many rows and slots: the current arrays if they are large enough, otherwise
+        larger copies."""
         if self.arrays and rows <= self.arrays[0].shape[0] and slots <= self.arrays[0].shape[2]:
             return self.arrays
         used = len(self.lengths.of) if self.arrays else 0
@@ -388,9 +392,9 @@ class RaggedKVCache:
 
 
 def room(tokens: int, least: int = STEP) -> int:
-    """Return the number of slots for `tokens` tokens, in steps of `least`.
+    """Return the number of slots for `tokens` tokens, rounded up to a multiple of `least`.
 
-    On CUDA a step is at least an eighth of the size, so that few sizes are ever compiled.
+    On CUDA, the step of rounding is at least an eighth of `tokens`, so that few sizes are ever compiled.
     """
     step = max(least, 1 << max(0, (tokens - 1).bit_length() - 3)) if sees_room else least
     return -(-tokens // step) * step

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import dynamic_roll as roll_rows
 class RaggedWindowCache(BatchRotatingKVCache):
     """Batch form of mlx-lm's sliding window, with rewinds, and without a mask where none is needed.
 
-    `held` are the total lengths of the rows.
+    `held` has the total number of tokens of each row, including tokens that have left the window.
     """
 
     held: list[int]

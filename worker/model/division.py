@@ -68,8 +68,8 @@ def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _check(loaded: dict[str, tuple[int, ...]], kept: dict[str, tuple[int, ...]]) -> None:
-    """Check that each tensor of a part existed in the whole model, because recreated layers would have random weights.
-    Raises `LoadFailed`."""
+    """Raise `LoadFailed` if a part has an empty tensor, or a tensor that the whole model lacks. The latter belongs to a
+    layer that mlx-lm recreated for the part, so its weights are random."""
     unknown = sorted(kept.keys() - loaded.keys())
     if unknown:
         message = f"{len(unknown)} tensors of the divided model are none of its files', such as {unknown[0]}"

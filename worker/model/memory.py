@@ -19,12 +19,13 @@ from protocol.to_worker import SetMemory
 
 log = logging.getLogger("mlxd.worker")
 
-# Minimum of the default limit of MLX's free buffers. Without a limit, they may grow to the whole machine. With too low
-# a limit, MLX releases buffers that the next step allocates again, which costs more than the step itself.
+# Minimum of the default limit of MLX's free buffers. Without a limit, these buffers may grow to the machine's whole
+# memory. With too low a limit, MLX releases buffers that the next step allocates again, which costs more than the step
+# itself.
 _MIN_USUAL_BUFFERS_BYTES: Final = 1 << 30
 _USUAL_BUFFERS_DIVISOR: Final = 32
 _LOAD_BUFFERS_BYTES: Final = 64 << 20
-# Divisor of the memory that weights and Python leave of a share; the quotient is for free buffers.
+# Divisor of the part of a share that weights and Python leave; the quotient is for free buffers.
 _BUFFERS_DIVISOR: Final = 8
 _MIN_BUFFERS_BYTES: Final = 16 << 20
 # Fraction of the remaining memory that is for KV.
@@ -35,7 +36,7 @@ _FEATURES_DIVISOR: Final = 8
 _MIN_FEATURES_BYTES: Final = 64 << 20
 # Allowance in bytes for the growth of Python's own memory as requests arrive.
 _HOST_GROWTH_BYTES: Final = 16 << 20
-# Failed allocations each halve the memory of KV and prefixes, down to this fraction.
+# Each failed allocation halves the memory of KV and prefixes, down to this fraction.
 _MIN_SHRUNK_FRACTION: Final = 0.125
 # The memory of KV and prefixes doubles again after each interval of this length without a failed allocation.
 _REGROW_INTERVAL_S: Final = 300.0
@@ -61,9 +62,9 @@ class Memory:
 class ShareLimits:
     """Limits in bytes: KV of running rows, cached prefixes, free buffers, and all allocations of MLX.
 
-    If `total` is 0, MLX's own limit stays, which is the machine's. Otherwise `total` is at least the sum of weights,
-    KV, prefixes and the temporary arrays of a step. These arrays use the memory for free buffers. Above `total`, MLX
-    runs one operation at a time.
+    If `total` is 0, MLX keeps its own limit for this machine. Otherwise `total` is at least the sum of weights, KV,
+    prefixes and the temporary arrays of a step. These arrays use the memory for free buffers. Above `total`, MLX runs
+    one operation at a time.
     """
 
     kv: int
@@ -87,7 +88,8 @@ def divide(
     most_buffers: int = 0,
     is_bounded: bool = False,
 ) -> ShareLimits:
-    """Divide a share into limits. `kv` and `prefixes` are the operator's settings; negative values mean none.
+    """Divide a share into limits. `kv` and `prefixes` are the operator's settings; a negative value means that there is
+    none.
 
     With `is_bounded`, the settings are those of another machine's operator, so they are limited to what is left of this
     share. `most_buffers` is the limit of free buffers; 0 means the usual limit.
@@ -170,7 +172,7 @@ class MemoryShare:
         return self._wired
 
     def change(self, order: SetMemory) -> ShareLimits:
-        """Change the share, or the parts of it in use. Returns the limits to reach before `enforce`."""
+        """Change the share, or the parts of it that may be used. Returns the limits to reach before `enforce`."""
         if self._is_remote:
             # The share in the order is that of another machine's ranks; only the order's `kv_part` and `cache_part`
             # apply here.
@@ -180,7 +182,7 @@ class MemoryShare:
         return self.limits()
 
     def weigh(self, weights: int) -> ShareLimits:
-        """Change the bytes of weights. Returns the limits to reach before `enforce`."""
+        """Set the size of the weights in bytes. Returns the limits to reach before `enforce`."""
         self._weights = weights
         return self.limits()
 
@@ -240,7 +242,8 @@ class MemoryShare:
             self._wire(is_new=True)
 
     def check(self) -> None:
-        """Lower the wired limit if that had to wait. The call is cheap, and has no effect except on Metal."""
+        """Lower the wired limit if `enforce` could not lower it enough. The call is cheap, and has no effect except on
+        Metal."""
         if self._wired != self._wanted:
             self._wire()
 
@@ -259,7 +262,7 @@ class MemoryShare:
 
 
 def prepare_load() -> None:
-    """Limit free buffers before weights are read: buffers of one tensor rarely fit the next."""
+    """Limit free buffers before weights are read, because the buffer of one tensor rarely fits the next tensor."""
     mx.set_cache_limit(_LOAD_BUFFERS_BYTES)
 
 
@@ -281,7 +284,8 @@ def measure() -> Memory:
 
 
 def allowed(spec: WorkerSpec) -> int:
-    """Return the bytes that this process may use: those of the specification, or the whole machine's."""
+    """Return the number of bytes that this process may use: the specification's limit, or else the machine's whole
+    memory."""
     return spec.memory_bytes or psutil.virtual_memory().total
 
 
@@ -296,7 +300,7 @@ def footprint() -> int:
 
 
 def usual_buffers() -> int:
-    """Return the default limit of free buffers in bytes, if none was measured."""
+    """Return the limit of free buffers, in bytes, that applies if no limit was measured."""
     return max(_MIN_USUAL_BUFFERS_BYTES, psutil.virtual_memory().total // _USUAL_BUFFERS_DIVISOR)
 
 

@@ -1,4 +1,4 @@
-"""State of one sequence that drafters keep on it, so that it ends with the sequence."""
+"""State that drafters keep on a sequence, so that this state ends with the sequence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ class Drafting:
     """Draft settings of one request.
 
     `most` is the maximum number of tokens of a draft, `prediction` the output that the client predicts. Drafts may come
-    from outputs with the same `salt`; with `by_model` a draft model may make them, too.
+    from outputs of requests with the same `salt`; with `by_model`, a draft model may also make drafts.
     """
 
     most: int = UNLIMITED_DRAFT_TOKENS
@@ -53,7 +53,7 @@ class BackOff:
         return True
 
     def fail(self, most: int) -> None:
-        """Skip the next turns; `most` is the maximum exponent of 2 of their number."""
+        """Skip the next 2^n − 1 turns after n failures; `most` is the maximum of n."""
         self._failures = min(self._failures + 1, most)
         self._left = (1 << self._failures) - 1
 
@@ -93,8 +93,8 @@ class DraftedText:
 
 @dataclass(slots=True)
 class DraftReading:
-    """Text that a draft model processes alone, as it was when the draft was requested; the caches hold `done` of its
-    tokens.
+    """Text of a row that a draft model processes without other rows. The text is as it was when the draft was
+    requested; `caches` hold the KV of its first `done` tokens.
     """
 
     text: Tokens

@@ -93,7 +93,7 @@ def take_jobs(
 
 
 def refused_adapters(adapters: tuple[tuple[str, str], ...]) -> tuple[AdapterInfo, ...]:
-    """Return all adapters, with the reason why they are not served."""
+    """Return each adapter with the reason for its refusal, for a model that generates no text."""
     why = "cannot be served: adapters are for models that generate text"
     failures = {name: Failure(Code.UNSUPPORTED, f"the adapter {name!r} {why}") for name, _ in adapters}
     return tuple(AdapterInfo(name, path, failure=failures[name]) for name, path in adapters)

@@ -26,7 +26,7 @@ _LENGTH: Final = struct.Struct(">I")
 _FORMATS: Final = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,mp3,flac,wav,w64,aac,aiff,amr,caf,asf"
 # Frames per second of a list of frames without a rate.
 _DEFAULT_RATE: Final = 2.0
-# Minimum distance in frames to the next wanted frame at which the decoder seeks to a key frame instead of reading on.
+# If the next wanted frame is more than this many frames ahead, the decoder seeks to a key frame; otherwise it reads on.
 _SEEK_FRAMES: Final = 48
 
 

@@ -34,7 +34,8 @@ class MediaMarkers:
         yield text[at:], ""
 
     def broken(self, value: Any) -> Any:
-        """Return a JSON value in which a joiner splits all markers, so that clients cannot type a marker."""
+        """Return a copy of a JSON value with a word joiner inserted into each marker, so that a client's text is never
+        taken for a marker."""
         match value:
             case str():
                 return self._any.sub(_break, value)

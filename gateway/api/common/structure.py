@@ -19,7 +19,8 @@ JSON_MAX: Final = Structure(50_000, 1 << 20, 250_000)
 # These limits are larger, because a peer's request contains the conversation once per sequence. Keys count as values.
 MSGPACK_MAX: Final = Structure(250_000, 1 << 22)
 WINDOW_BYTES: Final = 256 * 1024
-# Maps the first byte of a msgpack value to the number of bytes of the length, or the number, that follows.
+# Each table maps the first byte of a msgpack value to the size in bytes of the field that follows: the length of a
+# container or text, or a number.
 _CONTAINERS: Final = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 _TEXTS: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 _NUMBERS: Final = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}

@@ -163,8 +163,8 @@ class GenerateForm(LineForm):
 
 
 class LineStream:
-    """`StreamEncoder` of lines. The usual line, a piece of text, is made of a prebuilt prefix, the text and a prebuilt
-    suffix.
+    """`StreamEncoder` that sends lines. Most lines carry a piece of text; such a line is a prebuilt prefix, the text
+    and a prebuilt suffix.
     """
 
     def __init__(self, form: LineForm) -> None:

@@ -1,4 +1,4 @@
-"""Prefill chunk size: the prompt tokens that a tick may process while streams are running."""
+"""Prefill chunk size: the number of prompt tokens that a tick may process while streams are running."""
 
 import math
 from dataclasses import dataclass, field
@@ -13,20 +13,22 @@ from worker.speculation.policy.draft_width import StepCosts, bucket
 MIN_CHUNK: Final = 8
 # Chunk size beside running streams while no times are known.
 FIRST_CHUNK: Final = 32
-# A tick with prefill may last GENTLE_RATIO times a tick without it if ENOUGH prompt tokens fit into that time, else
-# STALL_RATIO times.
+# A tick with prefill may last GENTLE_RATIO times as long as a tick without prefill if ENOUGH prompt tokens fit into
+# that time, else STALL_RATIO times as long.
 GENTLE_RATIO: Final = 1.4
 ENOUGH: Final = 128
 STALL_RATIO: Final = 2.2
-# For the stall, a verify block counts as the plain steps that it replaces, but at most as this many blocks and at most
-# as one block per waiting prompt: the time between two events of a stream stays bounded.
+# The permitted stall is proportional to the time of a step. A verify block counts as the plain steps that it replaces,
+# but as at most this many blocks, and as at most one block per waiting prompt, so that the time between two events of a
+# stream stays bounded.
 STALL_BLOCKS: Final = 2
-# Each further waiting prompt per running stream lengthens the permitted stall by this many times.
+# Each further waiting prompt per running stream lengthens the permitted stall by this many times its own length.
 CROWD: Final = 2
-# A shorter stall than this is not noticeable, and always allowed.
+# A stall that is shorter than this is not noticeable, and is always allowed.
 MIN_STALL_S: Final = 0.003
-# A short prompt may stall streams for longer: it does so once or twice, and a full batch gains more than that costs.
-# The end of a long prompt may not, because its streams have been slowed for long already.
+# A prompt of at most this many tokens may stall streams for longer, because it does so only once or twice, and a full
+# batch gains more than that costs. The end of a long prompt may not, because that prompt has already slowed the streams
+# for long.
 SHORT_PROMPT: Final = 256
 SHORT_PROMPT_FACTOR: Final = 2.5
 # A tick of prefill without running streams takes about this long, so that commands are handled in between.
@@ -35,28 +37,29 @@ IDLE_TICK_S: Final = 0.25
 SHARED_TICK_S: Final = 0.1
 # Two passes replace a fused one only if they take at most this part of its time.
 _MARGIN: Final = 0.9
-# If the smallest chunk exceeds the limit, a larger one that takes at most this many times as long is used: fewer chunks
-# are needed.
+# If the smallest chunk exceeds the limit, a larger chunk that takes at most this many times as long is used, because
+# fewer chunks are then needed.
 _NO_DEARER: Final = 1.25
 # Weights of a new time in the smoothed time, if it is faster and if it is slower. The first time of a size may include
 # compiling kernels.
 _QUICKER: Final = 0.7
 _SLOWER: Final = 0.4
-# Times of a size that was not used for this many chunks are dropped: they may belong to another context.
+# Times of a size that was not used for this many chunks are dropped, because they may come from another length of
+# context.
 _MEMORY: Final = 24
 # Times of earlier starts are dropped after _DOUBTS chunks in a row that took _DOUBT times as long: the machine is busy,
 # or the file is wrong.
 _DOUBT: Final = 1.5
 _DOUBTS: Final = 2
-# Metal ends a process whose dispatch of attention runs for about five seconds: tokens × context stay below this, except
-# for chunks of at most WATCHDOG_LEAST tokens in all.
+# Metal ends a process whose dispatch of attention runs for about five seconds. So tokens × context is at most this,
+# except for chunks of at most WATCHDOG_LEAST tokens in all.
 WATCHDOG: Final = 512 * 65_536
 WATCHDOG_LEAST: Final = 64
 
 
 @dataclass(slots=True)
 class PaceLimits:
-    """Limits of a tick on a desktop: seconds, and prompt tokens of a row; 0 means no limit."""
+    """Limits of a tick on a desktop: its seconds, and its prompt tokens per row; 0 means no limit."""
 
     tick_s: float = 0.0
     tokens: int = 0
@@ -75,8 +78,8 @@ class ChunkPlan:
 class _Times:
     """Seconds that a chunk adds to a tick, by the chunk's number of tokens, which is a power of two.
 
-    The first chunk of a shape may compile kernels, which takes as long as many steps. So a time is the smaller of the
-    two newest, and one that was measured once is only used if no other is known.
+    The first chunk of a shape may compile kernels, which takes as long as many steps. So a size's time follows the
+    smaller of its two newest measurements, and a time that was measured only once is used only if no other is known.
     """
 
     seconds: dict[int, float] = field(default_factory=dict[int, float])
@@ -99,7 +102,7 @@ class _Times:
         self._kept.update(kept)
 
     def observe(self, tokens: int, seconds: float, chunk: int) -> float:
-        """Learn the time of a chunk. Returns the time scaled to the size's power of two."""
+        """Learn the time of a chunk. Return that time scaled to the power of two nearest to `tokens`."""
         size = bucket(tokens)
         time = seconds * size / tokens
         if self._kept:
@@ -137,7 +140,8 @@ class _Times:
     def predict(self, tokens: int) -> float:
         """Predict the seconds of a number of tokens from the nearest known size.
 
-        Twice the tokens are assumed to cost no more until they are measured, because a chunk has a fixed cost.
+        Twice the tokens of a known size are assumed to cost no more until they are measured, because a chunk has a
+        fixed cost.
         """
         size = bucket(tokens)
         known = self._known() or self.seconds.keys()
@@ -151,7 +155,7 @@ class _Times:
         return time * ratio * 2.0 ** (doublings - 1)
 
     def reaches(self, tokens: int) -> bool:
-        """Whether half of that many tokens were measured, so that a wrong prediction at most doubles the time."""
+        """Whether half of this number of tokens was measured, so that a wrong prediction at most doubles the time."""
         return bucket(tokens) <= 2 * max(self._known() or self.seconds)
 
     def certain(self, tokens: int) -> float:
@@ -176,11 +180,11 @@ class _Band:
 class ChunkPolicy:
     """Sizes prefill chunks by measured time, so that a long prompt slows running streams by a bounded ratio.
 
-    A chunk has a fixed cost besides that of its tokens, so times are kept by size: a size is used if its time fits, and
-    tried if the time of half the size lets it fit. Decode is never starved: a tick has one decode step and at most one
-    chunk per prefilling row. Prefill is never starved: the chunk has a minimum. Fused chunks and those with passes of
-    their own are measured separately, and the faster way is chosen. Attention costs more with a longer context, so each
-    band of contexts has its own times.
+    A chunk has a fixed cost besides that of its tokens, so times are kept by size: a size is used if its known time
+    fits; an unmeasured size is tried if the time that half the size predicts for it fits. Decode is never starved: a
+    tick has one decode step and at most one chunk per prefilling row. Prefill is never starved: the chunk has a
+    minimum. Fused chunks and chunks with passes of their own are measured separately, and the faster way is chosen.
+    Attention costs more with a longer context, so each band of contexts has its own times.
     """
 
     def __init__(
@@ -267,8 +271,8 @@ class ChunkPolicy:
         """Return the seconds of the step and of the chunk of a pass; 0.0 if unknown.
 
         The time of a chunk is that of its fused pass minus the known time of an equal step. If the step is unknown, its
-        time is that of the pass minus the known time of an equal chunk, unless that is a small difference of long
-        times.
+        time is that of the pass minus the known time of an equal chunk, if that chunk takes less than half of the pass.
+        Otherwise that time stays unknown, because it would be a small difference of long times.
         """
         if not each.rows or not each.prompted:
             return (each.seconds, 0.0) if each.rows else (0.0, each.seconds)

@@ -24,13 +24,13 @@ from worker.model.device import machine
 
 log = logging.getLogger("mlxd.worker")
 
-# Fewer new steps are not written.
+# The file is written only if at least this many new steps were measured.
 MIN_NEW_STEPS: Final = 20
 WRITE_INTERVAL_S: Final = 600.0
 
 
 def open_kept(folder: str, form: str, spec: WorkerSpec) -> "KeptFile":
-    """Open the file of this model in this form on this machine."""
+    """Open the file for the specification's model, for this form of its weights and KV, and for this machine."""
     here = machine()
     key = digest(FORMAT, form, spec.name, here, spec.experts, spec.expert_cache_bytes)
     return KeptFile(Path(folder), key, spec.name, spec.path, here)
@@ -39,7 +39,7 @@ def open_kept(folder: str, form: str, spec: WorkerSpec) -> "KeptFile":
 class KeptFile:
     """Times of a model under one key, and their file. Owned by the loop's thread.
 
-    If the file is bad, a line is logged and its times are lost; nothing else fails.
+    If the file is bad, a line is logged and the file's times are lost; nothing else fails.
     """
 
     def __init__(self, folder: Path, key: str, model: str, path: str, machine: str) -> None:

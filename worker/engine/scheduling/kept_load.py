@@ -21,7 +21,7 @@ _LIBRARIES: Final = ("mlx", "mlx-lm", "mlxd")
 def keep_load(spec: WorkerSpec, path: Path, facts: LoadFacts, libraries: Sequence[str] = ()) -> None:
     """Write the facts of a load of the model in `path`, if a folder for facts is set. Never raises.
 
-    `libraries` are used to compute the model, in addition to the usual ones.
+    `libraries` names the packages that compute the model in addition to `_LIBRARIES`.
     """
     folder = os.environ.get(FOLDER_ENV, "")
     if not folder:

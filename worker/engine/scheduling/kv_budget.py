@@ -18,13 +18,13 @@ from worker.kv.ragged import STEP, room
 ID_BYTES: Final = 4
 # This is longer than any context.
 UNLIMITED_TOKENS: Final = 2**31 - 1
-# Admission reserves this much output; a row that grows further may be preempted for older ones.
+# Admission reserves KV for this many output tokens; a row that grows further may be preempted for older rows.
 RESERVED_OUTPUT_TOKENS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
 class KvCost:
-    """Bytes of KV by sequence length: per token, per token up to a window, and per sequence.
+    """Bytes of a sequence's KV: per token, per token up to each window size, and independent of the length.
 
     `widest` is the largest number of bytes per token of any layer, dequantized as for attention.
     """
@@ -72,7 +72,8 @@ class KvCost:
         return budget // (self.token_bytes + ID_BYTES)
 
     def longest(self, budget: int) -> int:
-        """Return the longest single sequence that fits `budget`, in tokens; `UNLIMITED_TOKENS` if it stops growing."""
+        """Return the length in tokens of the longest single sequence whose KV fits `budget` bytes; `UNLIMITED_TOKENS`
+        if the KV stops growing."""
         whole = self.fixed_bytes + sum(each * size for each, size in self.windows)
         if not self.token_bytes and (budget >= whole or not self.windows):
             return UNLIMITED_TOKENS
@@ -87,7 +88,7 @@ class KvCost:
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """Memory limit for the rows of a batch. `spare` bytes of free buffers can serve transient memory.
+    """Memory limit for the rows of a batch. `spare` bytes of free buffers can serve as transient memory.
 
     `step` is the maximum number of tokens of a row in one step.
     """
@@ -106,7 +107,8 @@ class KvBudget:
         return not lengths or self._fits(len(lengths) + 1, max(*lengths, self._expected(row)), extra_bytes)
 
     def surplus(self, running: Sequence[Row], extra_bytes: int = 0) -> Row | None:
-        """Return the row to preempt if the next step would not fit: the least urgent, last admitted one."""
+        """Return the row to preempt: of the least urgent rows, the last admitted. None if the next step fits, or if
+        there is only one row."""
         if len(running) < 2:
             return None
         if self._fits(len(running), max(row.slots for row in running) + self.step, extra_bytes):
@@ -118,6 +120,6 @@ class KvBudget:
         return self.cost.bytes(rows, tokens) + passing + extra_bytes <= self.limit
 
     def _expected(self, row: Row) -> int:
-        """Return the expected number of tokens of a row at its end, but at least its number after the next step, so
-        that a row is not preempted right after it is admitted."""
+        """Return the expected number of tokens of a row at its end, but at least the number that it has after the next
+        step, so that a row is not preempted right after it is admitted."""
         return row.prompt_slots + max(len(row.output) + self.step, min(row.max_tokens, RESERVED_OUTPUT_TOKENS))

@@ -9,11 +9,11 @@ from typing import Final, TypeVar
 from protocol.timing_profile import ChunkTime, StepTime, TimingProfile
 from worker.speculation.policy.draft_width import bucket, width_of
 
-# The newest times of each size are held in memory, and their first quartile is saved, because a hot or busy machine
-# predicts nothing about the next start.
+# This many of the newest times of each size are held in memory, and their first quartile is saved, because a hot or
+# busy machine predicts nothing about the next start.
 _HELD_TIMES: Final = 16
 _QUANTILES: Final = 4
-# Times of earlier starts are doubted if the median of JUDGED_TICKS ticks differs from them by DOUBT_FACTOR.
+# Times of earlier starts are doubted if the median of JUDGED_TICKS ticks differs by more than DOUBT_FACTOR.
 JUDGED_TICKS: Final = 50
 DOUBT_FACTOR: Final = 1.5
 # A faster new time replaces a kept time; a slower one moves the kept time by this part of the difference.
@@ -26,7 +26,7 @@ _Steps = dict[tuple[int, int, int], float]
 
 
 class _Held:
-    """Newest times of one size."""
+    """Newest times of steps or chunks of one size, in seconds."""
 
     __slots__ = ("_count", "_times")
 
@@ -46,7 +46,8 @@ class _Held:
 
 
 class LearnedTimes:
-    """Learned times. `kept` was read from disk, `merged` returns what to write there. Owned by the engine thread."""
+    """Times of steps and chunks. `kept` has those that were read from disk, and `merged` returns those to write to
+    disk. Only the engine thread uses this object."""
 
     def __init__(self, kept: TimingProfile | None = None) -> None:
         self._kept_chunks: _Chunks = {}
@@ -72,7 +73,8 @@ class LearnedTimes:
         }
 
     def steps(self) -> dict[tuple[int, int], float]:
-        """Return kept seconds of steps by rows and width, each at the shortest context for which it is known."""
+        """Return the kept seconds of steps by number of rows and width, each from the shortest context for which a time
+        is known."""
         return {(rows, width): seconds for (_, rows, width), seconds in sorted(self._kept_steps.items(), reverse=True)}
 
     def chunked(self, band: int, tokens: int, seconds: float, *, is_riding: bool) -> None:

@@ -1,4 +1,5 @@
-"""Memory limits of an engine within the share of its process, after the weights: caches, and the KV of running rows."""
+"""Memory limits of an engine: its process's share without the weights is divided into caches and the KV of running
+rows."""
 
 import functools
 import logging
@@ -65,13 +66,13 @@ class MemoryLimits:
             self.cache = partners.cache(layout, budget)
         else:
             self.cache = PrefixCache(layout, budget, disk=disk, disk_min_tokens=spec.disk_cache_tokens, journal=journal)
-        # Both are set once the engine is warm.
+        # The next two fields are set once the engine is warm.
         self.kv_cost: KvCost
         self.kv: KvBudget
         self._due = 0.0
 
     def apply(self, step: int, make_room: Callable[[], None]) -> None:
-        """Apply the limits of the share. Memory above the limits is freed before MLX gets them.
+        """Apply the limits of the share. Memory above the limits is freed before MLX gets these limits.
 
         `step` is the maximum number of tokens of a row in one step; `make_room` preempts rows that do not fit the KV
         budget.

@@ -1,4 +1,4 @@
-"""Pacer of the step loop: the size of a tick, its rests, and its times from earlier starts."""
+"""Pacer of the step loop: the size of a tick, the rests between ticks, and measured times from earlier starts."""
 
 import time
 
@@ -14,8 +14,8 @@ from worker.speculation.policy.draft_width import StepCosts
 class Pacer:
     """Decides how many prompt tokens a tick has, and when the tick runs; no output token depends on these decisions.
 
-    `costs` is the table of step times that drafting reads, `kept` the file of earlier starts; both may be None. Owned
-    by the engine thread.
+    `costs` is the table of step times that drafting reads, `kept` the file with times of earlier starts; both may be
+    None. Owned by the engine thread.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Pacer:
         self._kept = kept
 
     def chunk(self, prefilling: int, decoding: int, longest: int, context: int) -> ChunkPlan:
-        """Return the chunk of the next tick, see `ChunkPolicy.chunk`."""
+        """Return the plan of the next tick; see `ChunkPolicy.chunk`."""
         return self._policy.chunk(prefilling, decoding, longest, context)
 
     def reads(self, decoding: int, unread: int, context: int) -> int:
@@ -57,7 +57,7 @@ class Pacer:
         (self._reading if each.is_reading else self._policy).observe(each)
 
     def change(self, order: SetPace) -> None:
-        """Change the limits of a tick and the duty."""
+        """Change the limits of a tick and the duty cycle."""
         self._policy.pace = self._reading.pace = PaceLimits(order.tick_ms / 1000, order.chunk)
         self._rests.set_duty(order.duty)
 
@@ -80,6 +80,6 @@ class Pacer:
             self._kept.tend(time.monotonic())
 
     def close(self) -> None:
-        """Write learned times at the end."""
+        """Write learned times when the loop ends."""
         if self._kept is not None:
             self._kept.save()

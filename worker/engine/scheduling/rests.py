@@ -1,4 +1,4 @@
-"""Rests of a loop, which leave a part of the GPU's time to a desktop's display."""
+"""Rest periods of a loop, which leave a part of the GPU's time to a desktop's display."""
 
 from typing import Final
 

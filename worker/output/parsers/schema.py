@@ -77,7 +77,7 @@ class Parameters:
 
 
 class ValueSchema:
-    """Schema of a value within the document `root`, to which its references refer."""
+    """Schema of a value; its references are resolved in the document `root`."""
 
     def __init__(self, schema: Any, root: Schema) -> None:
         self._schema = schema

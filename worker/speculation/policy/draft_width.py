@@ -12,7 +12,8 @@ from typing import Final
 WIDTHS: Final = (1, 2, 4, 8, 16)
 # Drafts are used if they promise at least this factor times the tokens per second of plain steps.
 _MIN_GAIN: Final = 1.05
-# Assumed factor of a step's time when its width doubles to an untried one, unless a narrower doubling cost more.
+# Assumed factor by which a step's time grows when its width doubles to an untried width, unless a narrower doubling
+# cost more.
 _UNTRIED_GROWTH: Final = 1.25
 # A width is tried only if drafts promise in total this many tokens beyond one per row.
 _MIN_PROMISED_TOKENS: Final = 1.0
@@ -26,7 +27,7 @@ _MAX_AGE_STEPS_PER_MEASUREMENT: Final = 128
 # Maximum factor between a recalled time and the first measured steps; beyond it the recalled time is replaced. A slower
 # step must be confirmed by a second one, because the first step of a width may have compiled kernels.
 _MAX_RECALLED_FACTOR: Final = 1.5
-# A time measured within this many steps needs no new measurement.
+# A time that was measured less than this many steps ago needs no new measurement.
 _FRESH_STEPS: Final = 64
 # Weight of the newest block in the average number of accepted tokens per row.
 _TOKENS_WEIGHT: Final = 0.3
@@ -36,26 +37,26 @@ _RETRIAL_STEPS: Final = 2048
 
 
 class StepCosts:
-    """Seconds of a step by its number of rows, rounded to a power of two, and its width.
+    """Durations of steps in seconds, by number of rows (rounded to a power of two) and width.
 
     The engine's pacer writes this table and sizes prefill chunks by it; the speculator chooses widths by it.
     """
 
     def __init__(self) -> None:
         self._times: dict[tuple[int, int], float] = {}
-        # Serial number of the newest step, and the count of steps, by number of rows and width.
+        # Serial number of the newest step, and the number of steps, by number of rows and width.
         self._used: dict[tuple[int, int], tuple[int, int]] = {}
         self._steps = 0
         # Recalled times that are not confirmed yet; the value is whether one step was much slower.
         self._recalled: dict[tuple[int, int], bool] = {}
-        # Rows and width of the newest step and of the newest block; `tokens` is the average number of tokens per row in
-        # blocks.
+        # Number of rows and width of the newest step, and of the newest block, which is a step with drafts. `tokens` is
+        # the average number of tokens that a block gave each row.
         self.newest = self.block = (1, 1)
         self.tokens = 1.0
 
     @property
     def times(self) -> dict[tuple[int, int], float]:
-        """Seconds by number of rows and width."""
+        """Seconds of a step by number of rows and width."""
         return dict(self._times)
 
     def recall(self, times: Mapping[tuple[int, int], float]) -> None:
@@ -67,7 +68,7 @@ class StepCosts:
                 self._recalled[key] = False
 
     def observe(self, rows: int, width: int, seconds: float, tokens: int = 0) -> None:
-        """Record a step: its seconds (0.0 if unknown), and the number of tokens that it gave all rows."""
+        """Record a step. `seconds` is 0.0 if unknown; `tokens` is the number of tokens that all rows together got."""
         self._steps += 1
         key = self.newest = bucket(rows), width_of(width)
         if width > 1 and tokens:
@@ -104,8 +105,8 @@ class StepCosts:
     def scaled(self, rows: int, width: int) -> float:
         """Return the seconds of a step, estimated from the nearest known number of rows; 0.0 if none is known.
 
-        Doubling the rows costs nothing while reading the weights dominates, and at most twice the time; the estimate is
-        the square root of 2.
+        Doubling the rows costs no time while reading the weights dominates, and at most doubles the time; the assumed
+        factor is the square root of 2.
         """
         rows, width = bucket(rows), width_of(width)
         known = [at for at, wide in self._times if wide == width]
@@ -115,7 +116,7 @@ class StepCosts:
     def gain(self, rows: int, width: int, drafting_s: float = 0.0) -> float:
         """Return the tokens per second of blocks divided by those of plain steps; 0.0 if a time is unknown.
 
-        It uses the average tokens per row of recent blocks. `drafting_s` is the time to make the drafts of a block.
+        The tokens per row are the average of recent blocks. `drafting_s` is the time to make the drafts of a block.
         """
         plain_s, block_s = self.scaled(rows, 1), self.scaled(rows, width)
         return self.tokens * plain_s / (block_s + drafting_s) if block_s else 0.0
@@ -124,7 +125,8 @@ class StepCosts:
         """Return the seconds of a step, extrapolated from the widest known narrower step; None if the plain step is
         unknown.
 
-        The growth is that of the last known doubling, except the one from 1 to 2: one token runs on other kernels.
+        The time is assumed to grow as in the last known doubling of the width. The doubling from 1 to 2 does not count,
+        because one token per row runs on other kernels.
         """
         if self.known(rows, 1) is None:
             return None
@@ -151,7 +153,8 @@ class StepCosts:
     def best(
         self, rows: int, odds: Sequence[Sequence[float]], drafting: Callable[[int, float], float] | None = None
     ) -> tuple[int, float]:
-        """Return the width with the most tokens per second, and that rate; for plain steps, the rate times `_MIN_GAIN`.
+        """Return the width with the most tokens per second, and that rate; for width 1, that rate is multiplied by
+        `_MIN_GAIN`.
 
         `drafting` returns the seconds to make drafts of a width, given the seconds of a plain step.
         """

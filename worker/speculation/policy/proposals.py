@@ -9,12 +9,12 @@ from worker.speculation.drafter import Proposer
 from worker.speculation.policy.draft_width import WIDTHS, StepCosts
 from worker.speculation.text_sources.indexed_text import Tokens
 
-# Assumed probability that a token is accepted if all tokens before it in the draft are; used until a draft was
+# Assumed probability that a drafted token is accepted if all tokens before it are. It is used until a draft has been
 # verified.
 PRIOR_ACCEPTANCE: Final = 0.75
 # Minimum weight of a newly verified token in the average acceptance.
 _MIN_LEARNING_RATE: Final = 0.02
-# Assumed time of a drafted token, as a share of a plain step; used until a draft was measured.
+# Assumed time to draft a token, as a share of a plain step's time. It is used until drafting has been measured.
 _UNTRIED_TOKEN_SHARE: Final = 0.15
 
 
@@ -30,7 +30,7 @@ class Proposals:
 
     def odds(self, own: float, most: int) -> list[float]:
         """Return, for each token of a draft, the probability that the draft is accepted up to it; `own` is the row's
-        acceptance.
+        own rate of acceptance.
         """
         odds: list[float] = []
         chance = 1.0

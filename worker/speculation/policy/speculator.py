@@ -18,13 +18,13 @@ from worker.speculation.text_sources.lookup import DraftSource, LookupGuess, Out
 
 log = logging.getLogger("mlxd.worker")
 
-# Assumed acceptance of a looked-up token until one was verified.
+# Assumed acceptance of looked-up tokens until a looked-up token has been verified.
 _PRIOR_ACCEPTANCE: Final = 0.8
 # Weights of a newly verified token: in the acceptance of its class of matches, and in that of its row.
 _LEARNING_RATE: Final = 0.02
 _ROW_LEARNING_RATE: Final = 0.15
-# Whenever a row has a draft, its acceptance moves by this share back to the assumed acceptance, so that a row whose
-# drafts were wrong is tried again. A model always has a draft, so its share is smaller.
+# Whenever a row has a draft, the row's acceptance moves back by this share towards the assumed acceptance, so that a
+# row whose drafts were wrong is tried again. A model always has a draft, so its share is smaller.
 _RECOVERY_RATE: Final = 0.02
 _MODEL_RECOVERY_RATE: Final = 0.005
 _MODELS: Final = (DraftSource.HEAD, DraftSource.EAGLE, DraftSource.MODEL, DraftSource.BLOCK, DraftSource.ASSISTANT)
@@ -42,12 +42,12 @@ _MATCH_LENGTHS: Final = (3, 5, 9, 17)
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Counts of one source of drafts since the start."""
+    """Counts of the drafts from one source since the engine started."""
 
     drafts: int = 0
     tokens: int = 0
     accepted: int = 0
-    # Number of drafts whose token at each position was accepted.
+    # For each position, the number of drafts whose token there was accepted.
     by_position: list[int] = field(default_factory=lambda: [0] * (WIDTHS[-1] - 1))
 
 
@@ -63,7 +63,7 @@ class Speculator(Drafter):
         self.counts = {source: DraftCounts() for source in DraftSource if source not in absent}
         self.token_bytes = proposer.token_bytes if proposer is not None else 0
         self._history = OutputHistory()
-        # Rows whose text is not completely indexed, the oldest first.
+        # Texts of rows that are not completely indexed, the oldest first.
         self._unindexed: list[DraftedText] = []
         self._rates: dict[tuple[DraftSource, int], float] = {}
         self._back_off = BackOff()
@@ -207,8 +207,8 @@ class Speculator(Drafter):
         width: int,
         rate: float,
     ) -> int:
-        """Replace guesses by the model's drafts in rows where more tokens are expected of them, if the model's time is
-        worth it.
+        """Replace a row's guess by the model's draft where that promises more accepted tokens, if the step gains more
+        than the model's time costs.
 
         Return the step's width.
         """
@@ -303,8 +303,8 @@ class Speculator(Drafter):
         return guess
 
     def _branch(self, row: DraftedText, most: int, newest: int | None = None) -> LookupGuess | None:
-        """Return at most `most` tokens of the row's branch; with `newest`, those after it, or None if the branch does
-        not continue with it.
+        """Return at most `most` tokens of the row's branch; with `newest`, those after that token, or None if the
+        branch does not continue with that token.
         """
         if row.branch is None:
             return None
