@@ -20,7 +20,8 @@ class MediaInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EmbeddingInfo(msgspec.Struct, frozen=True, array_like=True):
-    """Embeddings of a loaded model: length of its vectors, whether they may be truncated, and names of its prompts."""
+    """Embeddings of a loaded model: the length of its vectors, whether the vectors may be truncated, and the names of
+    its prompts."""
 
     dimensions: int
     is_matryoshka: bool = False
@@ -64,7 +65,7 @@ class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AudioInfo(msgspec.Struct, frozen=True, array_like=True):
-    """Audio model: its tasks, its voices and languages if it has a list of them, and its sample rate.
+    """Audio model: its tasks, its sample rate, and its voices and languages if the model lists them.
 
     `formats` are the available formats of speech, and `missing` explains why others are not available.
     `needs_instructions` is set if a request must describe the voice.

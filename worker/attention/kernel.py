@@ -28,7 +28,7 @@ from worker.attention.kernel_text import (
 # (H100).
 METAL_TOKENS_MAX: Final = 16
 CUDA_TOKENS_MAX: Final = 512
-# Maximum size of the partial sums of a pass, which grow with the number of its tokens times the slots that they see.
+# Maximum size of the partial sums of a pass. They grow with the pass's number of tokens times the number of slots.
 PARTIAL_SUMS_MAX_BYTES: Final = 1 << 28
 # Supported sizes of heads, and supported dtypes.
 DIMS: Final = (64, 80, 96, 128, 192, 256)

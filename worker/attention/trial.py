@@ -8,13 +8,13 @@ import mlx.core as mx
 from worker.attention.kernel import GROUP, METAL_TOKENS_MAX, Attend, LayerKV, tokens_max
 from worker.attention.seam import AttentionForm
 
-# Lengths of the rows, which lie around the edges of a split of slots.
+# Lengths of the trial's rows, which lie on both sides of the boundaries of splits of slots.
 LENGTHS: Final = (0, 5, 511, 512, 1300)
 _SLOTS: Final = 2048
 _TOKENS: Final = (1, 3, METAL_TOKENS_MAX)
 _WINDOWS: Final = (0, 100)
-# Maximum deviation of a row, relative to its largest number, for 16 bits and for float32. Wrong kernels deviate by
-# about 1.
+# Maximum deviation of a row, relative to the row's largest expected number, for types of 16 bits and for float32. Wrong
+# kernels deviate by about 1.
 _MAX_DEVIATION: Final = 3e-2
 _MAX_FLOAT32_DEVIATION: Final = 5e-3
 
@@ -41,7 +41,7 @@ def prove(form: AttentionForm, attend: Attend) -> None:
 
 
 def _numbers(form: AttentionForm, tokens: int) -> tuple[mx.array, LayerKV, mx.array | None]:
-    """Make random queries, KV and sinks, which are the same at each call."""
+    """Make random queries, KV and sinks; the same arguments give the same arrays."""
 
     def numbers(seed: int, *shape: int) -> mx.array:
         return mx.random.normal(shape, key=mx.random.key(seed)).astype(form.dtype)

@@ -74,7 +74,7 @@ class _Block:
 
     @property
     def steps(self) -> int:
-        """Maximum number of positions at which a row samples."""
+        """Maximum number of positions at which any row of the block samples."""
         return max(len(draft) for draft in self.drafts) + 1
 
     def drafted(self, at: int) -> int:
@@ -113,7 +113,7 @@ class DecodeBatch(SequenceGroup):
         self.ended = 0.0
         # Number of rows of the newest step if that was a verify block, else 0.
         self._block_rows = 0
-        # Forward passes whose time became known since the newest step began.
+        # Times of forward passes that became known since the newest step began.
         self.timed: list[PassTime] = []
 
     def join(self, rows: SequenceGroup) -> None:

@@ -42,8 +42,8 @@ class PrefillProgress:
 class Generator:
     """Runs sequences in the model's batch mode. Owned by one thread.
 
-    A step gives one token to each row past its prompt, and runs one chunk of each other row's prompt: in one forward
-    pass if the chunks are fused with the decode step, else in two.
+    A step gives one token to each row past its prompt, and runs one chunk of each other row's prompt. If the chunks are
+    fused with the decode step, the step has one forward pass, else two.
     """
 
     def __init__(self, model: Any, sampler: RowSampler, mode: BatchMode, drafter: Drafter) -> None:

@@ -53,7 +53,7 @@ class Lengths:
         self._index: tuple[mx.array, mx.array, mx.array] | None = None
         # Masks by the number of next tokens per row and the window.
         self._masks: dict[tuple[int, int | None], mx.array] = {}
-        # The newest change of these lengths, and the lengths that it resulted in.
+        # The newest change of these lengths, and the lengths that resulted from it.
         self._next: tuple[object, Lengths] | None = None
 
     @property
@@ -172,7 +172,8 @@ class RaggedKVCache:
     def __init__(self, lengths: Lengths) -> None:
         self.arrays: tuple[mx.array, ...] = ()
         self.lengths = lengths
-        # Number of slots that the newest pass saw, the lengths before that pass, and a reference to its keys.
+        # Number of slots that the newest pass saw, the lengths before that pass, and a weak reference to the keys that
+        # it got.
         self._seen = 0
         self._before = lengths
         self._given: Callable[[], mx.array | None] = lambda: None

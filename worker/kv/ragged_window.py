@@ -72,7 +72,7 @@ class RaggedWindowCache(BatchRotatingKVCache):
         self.held = [length - less for length, less in zip(self.held, drop, strict=True)]
 
     def contents(self) -> tuple[mx.array, mx.array, mx.array]:
-        """Return the same as `RaggedKVCache.contents`, in the order of the buffer."""
+        """Return the same as `RaggedKVCache.contents`, with slots in the order of the buffer."""
         slots, end = mx.arange(self.keys.shape[2], dtype=mx.int32), self._idx
         if self.rotated:
             slots, end = (slots - end) % self.max_size, self.max_size

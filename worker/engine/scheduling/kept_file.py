@@ -65,7 +65,7 @@ class KeptFile:
         self._write(structs.replace(before, load=load, written=time.time()))
 
     def tend(self, now: float) -> None:
-        """Write new times if that is due; `now` is a time of the monotonic clock."""
+        """Write new times, at most once per `WRITE_INTERVAL_S`; `now` is a time of the monotonic clock."""
         if now >= self._due and self._has_news:
             self.save()
             self._due = now + WRITE_INTERVAL_S

@@ -103,7 +103,7 @@ class MemoryLimits:
         return self.share.relax(now)
 
     def shrink(self, error: Exception, action: str) -> bool:
-        """Clear the caches and halve the limits after a failed allocation; the caller must then apply the limits.
+        """Clear the caches and halve the limits after a failed allocation. The caller must then call `apply`.
 
         Returns False if `error` is no failed allocation, or if the limits cannot be halved again.
         """

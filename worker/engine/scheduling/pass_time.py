@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, frozen=True)
 class PassTime:
-    """Seconds of a forward pass with `width` tokens of each of `rows` generating rows, and `prompted` prompt tokens.
+    """Duration of a forward pass with `width` tokens of each of `rows` generating rows, and `prompted` prompt tokens.
 
-    The rows got `tokens` tokens from the pass. A pass with rows and prompts is a fused pass, measured as a whole.
-    `is_reading` is set if the prompt tokens were read by a draft model.
+    The rows together got `tokens` tokens from the pass. A pass with both rows and prompts is a fused pass, and
+    `seconds` is its whole time. `is_reading` is set if the prompt tokens were read by a draft model.
     """
 
     seconds: float

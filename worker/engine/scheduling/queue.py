@@ -45,7 +45,7 @@ class Queue:
         self._add(row)
 
     def put_back(self, rows: Sequence[Row]) -> None:
-        """Undo the pops of these rows, which are in the order in which they were popped."""
+        """Undo the pops of these rows, given in the order in which they were popped."""
         for row in reversed(rows):
             self._add(row, is_next=True)
 
