@@ -87,8 +87,7 @@ async def _serve(config: Config, read: Callable[[], Config], command: Command) -
     daemon = Daemon(config, read, command=command)
     try:
         await daemon.run()
-    # This is the outermost frame of the process. Workers that still run are adopted by the next daemon.
-    except Exception:
+    except Exception:  # the outermost frame of the process; the next daemon adopts workers that still run
         log.exception("mlxd ends after an internal error")
         return DaemonExit.FAULT
     return DaemonExit.OK

@@ -73,11 +73,13 @@ class QuantizedKV(RaggedKVCache):
         return super().update_and_fetch(keys, values)
 
     def keys_and_values(self) -> tuple[Any, Any]:
+        rows = len(self.lengths.of)
         if self._gives_codes:
-            seen = tuple(array[..., : self._seen, :] for array in self.arrays)
+            seen = tuple(array[:rows, :, : self._seen] for array in self.arrays)
             return seen[:3], seen[3:]
         # All slots are dequantized, because dequantizing some of them would copy their codes first.
-        keys, values = self.form.dequantize(self.arrays[:3]), self.form.dequantize(self.arrays[3:])
+        codes = [array[:rows] for array in self.arrays]
+        keys, values = self.form.dequantize(codes[:3]), self.form.dequantize(codes[3:])
         return keys[..., : self._seen, :], values[..., : self._seen, :]
 
     def extract(self, row: int) -> "QuantizedKV":

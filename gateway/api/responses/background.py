@@ -114,8 +114,7 @@ class Background:
                 self.leave()
             generation.record.outcome = "left" if self.is_left else error.outcome
             await self.fail(error)
-        # This is the outermost frame of a task. The exception is raised again after the last event.
-        except BaseException as error:
+        except BaseException as error:  # the outermost frame of a task; raised again after the last event
             is_end = isinstance(error, asyncio.CancelledError)
             if is_end:
                 self.leave()

@@ -142,3 +142,16 @@ def test_windows_states_and_the_index_of_a_layer_keep_their_form() -> None:
     assert [type(cache) for cache in caches] == [QuantizedKV, RotatingKVCache, CacheList, CacheList]
     assert [type(child) for child in caches[2].caches] == [ArraysCache, QuantizedKV]
     assert [type(child) for child in caches[3].caches] == [KVCache, KVCache]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("form", FORMS)
+def test_attention_sees_no_row_that_has_left(form: KvForm, count: int) -> None:
+    rows = Rows(form)
+    rows.join(9, 12, 7, 10)
+    batched.keep(rows.batch, batched.without(4, [1]))
+    keys, values = rows.batch[0].update_and_fetch(numbers(1, 3, count), numbers(2, 3, count))
+    for part in (keys, values):
+        arrays = part if isinstance(part, tuple) else (part,)
+        assert {array.shape[0] for array in arrays} == {3}
+    assert rows.batch[0].arrays[0].shape[0] == 4

@@ -12,6 +12,7 @@ from protocol.failures import Code, Failure
 from protocol.model_info import AdapterInfo
 from protocol.spec import ADAPTERS_MAX
 from worker.errors import LoadFailed, RequestInvalid, is_allocation_failure
+from worker.kv import batched
 from worker.kv.quantized import make_caches
 from worker.model.batch_mode import BatchMode
 from worker.model.division import agreement_of
@@ -230,9 +231,11 @@ class Adapters:
             raise UnusableAdapter("beside it, rows of the base change")
 
     def _logits(self, slots: Sequence[int]) -> mx.array:
-        tokens = mx.array([_TRIAL_TOKENS] * len(slots))
+        tokens, caches = mx.array([_TRIAL_TOKENS] * len(slots)), make_caches(self._model)
+        if len(slots) > 1:
+            caches = batched.merge([caches, *(make_caches(self._model) for _ in slots[1:])])
         with self.slots.rows([slots], [(len(slots), len(_TRIAL_TOKENS))]):
-            logits: mx.array = self._model(tokens, cache=make_caches(self._model))
+            logits: mx.array = self._model(tokens, cache=caches)
         mx.eval(logits)
         return logits
 
