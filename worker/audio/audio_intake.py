@@ -122,9 +122,9 @@ class AudioIntake:
         )
 
     def _wrong_kind(self) -> RequestInvalid:
-        is_hearer = self._model.transcriber is not None
-        what = "writes down what it hears" if is_hearer else "speaks"
-        where = "POST /v1/audio/transcriptions" if is_hearer else "POST /v1/audio/speech"
+        is_transcriber = self._model.transcriber is not None
+        what = "writes down what it hears" if is_transcriber else "speaks"
+        where = "POST /v1/audio/transcriptions" if is_transcriber else "POST /v1/audio/speech"
         return RequestInvalid(Code.UNSUPPORTED, f"This model {what} and nothing else: use {where}.", param="model")
 
 

@@ -96,7 +96,7 @@ def load_audio_model(spec: WorkerSpec, progress: Callable[[str, int, int], None]
         with redirect_stdout(sys.stderr):
             model = _whisper(path, config, spec) if family == "whisper" else _other(path, family, spec)
         weights_bytes = sum(nbytes(part) for part in _parts(model))
-        transcriber, speaker = _hearer(family, model), Speaker(family, model) if family in SPEAKERS else None
+        transcriber, speaker = _transcriber_of(family, model), Speaker(family, model) if family in SPEAKERS else None
     except LoadFailed:
         raise
     except MemoryError as error:
@@ -135,7 +135,7 @@ def _check_code(path: Path, spec: WorkerSpec) -> None:
             raise LoadFailed(Code.MODEL_UNSUPPORTED, message)
 
 
-def _hearer(family: str, model: Any) -> Transcriber | None:
+def _transcriber_of(family: str, model: Any) -> Transcriber | None:
     # These imports are local because they load mlx-audio, which may not be installed.
     if family == "whisper":
         from worker.audio.whisper import WhisperTranscriber
