@@ -1,5 +1,6 @@
 """The two ASGI apps: the public one over TCP, the admin one over a unix socket."""
 
+import time
 from collections.abc import Awaitable, Callable
 
 from starlette.routing import Route, Router
@@ -33,9 +34,17 @@ from gateway.workers.pool.pool import AppliedConfig, Pool
 class App:
     """The public ASGI app with its parts. After `drain`, it refuses new generations; running ones continue."""
 
-    def __init__(self, config: Config, pool: Pool, link: WorkerLink, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        config: Config,
+        pool: Pool,
+        link: WorkerLink,
+        metrics: Metrics,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """Make the app. Raises `KeysUnusable` and `CertificateUnusable`."""
-        self.services = Services.make(config, pool, link, metrics, _tracer(config.server.otlp_endpoint))
+        self.services = Services.make(config, pool, link, metrics, _tracer(config.server.otlp_endpoint), clock)
         self.backend = Backend(self.services)
         self._responses = Responses(self.services, config)
         parts = Parts(self.services, Catalog(self.services), self._responses, self.backend.downloads)

@@ -1,5 +1,7 @@
 """Services that the endpoints and the middleware of an app share."""
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,10 +67,18 @@ class Services(Runtime):
     # `meter` measures the load of this daemon's models. Peers use it to choose a daemon.
     meter: LoadMeter
     upstreams: Clients
+    # Clock of requests and of limits of rates.
+    clock: Callable[[], float]
 
     @classmethod
     def make(
-        cls, config: Config, pool: Pool, link: WorkerLink, metrics: Metrics, tracer: SpanTracer | None = None
+        cls,
+        config: Config,
+        pool: Pool,
+        link: WorkerLink,
+        metrics: Metrics,
+        tracer: SpanTracer | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> "Services":
         """Make the services for a configuration. Raises `KeysUnusable` and `CertificateUnusable`."""
         metrics.declare(config.models)
@@ -82,8 +92,8 @@ class Services(Runtime):
             lambda: zone_of(live.config.server.time_zone),
             lambda: live.config.server.usage_months,
         )
-        keyring = Keyring(KeyFile(config.keys_path), metrics, ledger=ledger)
-        admission, requests, tasks = Admission(metrics.rejected), Requests(), TaskSet(metrics.unhandled_error)
+        keyring = Keyring(KeyFile(config.keys_path), metrics, clock, ledger=ledger)
+        admission, requests, tasks = Admission(metrics.rejected, clock), Requests(), TaskSet(metrics.unhandled_error)
         meter = LoadMeter(pool, requests, admission, metrics)
         fleet = Fleet(config, pool, link, metrics, tasks, lambda model: _here(meter, model))
         live.find_at_peers(fleet.find)
@@ -103,14 +113,15 @@ class Services(Runtime):
             fleet=fleet,
             meter=meter,
             upstreams=Clients(),
+            clock=clock,
             bodies=bodies,
             media=media,
             fetch=bounded(fetch_public(), media.numbers),
             keyring=keyring,
             audit=trail,
             addresses=KeyAddresses(trail, audit_path(config.home), keyring.prefixes),
-            throttle=Throttle(lambda: live.config.server),
-            sample=LogSample(),
+            throttle=Throttle(lambda: live.config.server, clock),
+            sample=LogSample(clock),
             requests=requests,
             captures=Captures(config.capture_dir, lambda: live.config.server),
             usage=UsageFile(config.usage_path, metrics, meters=keyring.meters),

@@ -73,7 +73,7 @@ class Recorder:
 
     def captured(self, record: RequestRecord) -> CapturedRequest:
         """Return the capture of a request that has ended."""
-        elapsed_s = time.perf_counter() - record.started
+        elapsed_s = record.clock() - record.started
         return CapturedRequest(
             id=record.id,
             at=time.time() - elapsed_s,

@@ -19,7 +19,7 @@ from gateway.link.events import LinkEvents
 from gateway.link.link import WorkerLink
 from gateway.link.quarantine import REFUSED, Quarantine, fingerprint
 from gateway.link.sequence import Sequence
-from gateway.link.transport import WorkerGone
+from gateway.link.wire import WorkerGone
 from protocol.failures import Failure
 from protocol.to_worker import Generate
 

@@ -15,7 +15,8 @@ from gateway.link.calls import PendingCalls
 from gateway.link.collector import Collector
 from gateway.link.events import LinkEvents
 from gateway.link.sequence import PARKED, Sequence
-from gateway.link.transport import Transport, WorkerGone, frames_of
+from gateway.link.transport import Transport, frames_of
+from gateway.link.wire import MakeWire, WorkerGone, ZmqWire
 from gateway.link.worker_connection import Connection, FrameSender, Report, Runner, SendFailed, SequenceProgressed
 from protocol.codec import MalformedFrame, Unsendable, decode_up
 from protocol.failures import Code, Failure
@@ -60,9 +61,11 @@ class WorkerLink:
     `resume` or its end.
     """
 
-    def __init__(self, run_dir: Path, events: LinkEvents, *, boot: int | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, events: LinkEvents, *, boot: int | None = None, make_wire: MakeWire = ZmqWire
+    ) -> None:
         self.boot = secrets.randbits(31) | 1 if boot is None else boot
-        self._transport = Transport(run_dir, self._handle, self.wake_readers)
+        self._transport = Transport(run_dir, self._handle, self.wake_readers, make_wire)
         self.down, self.up = self._transport.down, self._transport.up
         self._events = events
         self._connections: dict[int, Connection] = {}

@@ -1,4 +1,4 @@
-"""ZeroMQ sockets of the gateway: a ROUTER to the workers and a PULL from them."""
+"""Transport of the link: reads the workers' frames in batches and sends them messages."""
 
 import asyncio
 import contextlib
@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-import zmq
-
+from gateway.link.wire import MakeWire, WorkerGone
 from gateway.link.worker_connection import Connection
 from protocol import sockets
 from protocol.codec import MAX_FRAME_BYTES, FrameTooLarge, encode
@@ -19,63 +18,47 @@ log = logging.getLogger(__name__)
 
 # Number of deltas after which other tasks of the event loop get a turn.
 BATCH_DELTAS: Final = 128
-# Frames above this size are sent without a copy.
-COPY_BYTES_MAX: Final = 256 * 1024
 DISMISS_ATTEMPTS: Final = 100
 DISMISS_RETRY_S: Final = 0.1
 
 
-class WorkerGone(Exception):
-    """Raised when a worker cannot be reached. Nothing was sent, so a retry is safe."""
-
-
 class Transport:
-    """Owner of the gateway's two ZeroMQ sockets, on one event loop.
+    """Reader and sender of messages on the gateway's wire, on one event loop.
 
     `handle` processes a frame and returns how many deltas it counts as. `end_batch` is called when no frame is left to
     read, or after `BATCH_DELTAS`.
     """
 
-    def __init__(self, run_dir: Path, handle: Callable[[bytes], int], end_batch: Callable[[], None]) -> None:
-        """Prepare the sockets in `run_dir`. Raises `PathTooLong`."""
+    def __init__(
+        self, run_dir: Path, handle: Callable[[bytes], int], end_batch: Callable[[], None], make_wire: MakeWire
+    ) -> None:
+        """Prepare the wire in `run_dir`. Raises `PathTooLong`."""
         self.down, self.up = sockets.addresses(run_dir)
         self._handle = handle
         self._end_batch = end_batch
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._router: zmq.Socket[bytes] | None = None
-        self._pull: zmq.Socket[bytes] | None = None
+        self._wire = make_wire(self.down, self.up)
         self._failure: asyncio.Future[None] | None = None
 
     def open(self) -> None:
         """Bind both sockets. The run directory's lock must be held: stale socket files are replaced."""
-        self._context = zmq.Context()
-        self._router = sockets.bind_router(self._context, self.down)
-        self._pull = sockets.bind_pull(self._context, self.up)
+        self._wire.open()
 
     def close(self) -> None:
         """Close the sockets immediately. Unsent frames are dropped."""
-        for socket in (self._router, self._pull):
-            if socket is not None:
-                socket.close(0)
-        if self._context is not None:
-            self._context.term()
-        self._context = self._router = self._pull = None
+        self._wire.close()
 
     # -- from workers ------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Read until cancelled. Raises the exception of a failed read."""
-        assert self._pull is not None, "open() comes first"
-        loop = asyncio.get_running_loop()
-        descriptor = self._pull.fileno()
-        self._failure = loop.create_future()
-        loop.add_reader(descriptor, self._read)
+        self._failure = asyncio.get_running_loop().create_future()
+        unwatch = self._wire.watch(self._read)
         try:
             # ZeroMQ's descriptor does not signal frames that have already arrived, so they are read now.
             self._read()
             await self._failure
         finally:
-            loop.remove_reader(descriptor)
+            unwatch()
             self._failure = None
 
     def _read(self) -> None:
@@ -83,12 +66,12 @@ class Transport:
 
         ZeroMQ's descriptor is edge-triggered, so this must read until no frame is left, or schedule itself.
         """
-        failure, pull = self._failure, self._pull
-        if failure is None or failure.done() or pull is None:
+        failure, wire = self._failure, self._wire
+        if failure is None or failure.done() or not wire.is_open:
             return
         deltas = 0
         try:
-            while deltas < BATCH_DELTAS and (frame := sockets.receive_now(pull)) is not None:
+            while deltas < BATCH_DELTAS and (frame := wire.receive()) is not None:
                 deltas += self._handle(frame)
             if deltas >= BATCH_DELTAS:
                 asyncio.get_running_loop().call_soon(self._read)
@@ -98,9 +81,7 @@ class Transport:
 
     def drop_greetings(self) -> None:
         """Discard frames on the ROUTER. Each worker sends one there to make its identity routable."""
-        if self._router is not None:
-            while sockets.receive_now(self._router) is not None:
-                pass
+        self._wire.drop_greetings()
 
     # -- to workers --------------------------------------------------------------------------------------------------
 
@@ -131,7 +112,7 @@ class Transport:
         self._dismiss(hello, is_wanted, DISMISS_ATTEMPTS)
 
     def _dismiss(self, hello: Hello, is_wanted: Callable[[Hello], bool], attempts: int) -> None:
-        if self._router is None or is_wanted(hello):
+        if not self._wire.is_open or is_wanted(hello):
             return
         try:
             self._post(hello.worker, hello.epoch, encode(Shutdown("not one that is wanted")))
@@ -140,13 +121,7 @@ class Transport:
                 asyncio.get_running_loop().call_later(DISMISS_RETRY_S, self._dismiss, hello, is_wanted, attempts - 1)
 
     def _post(self, name: str, epoch: int, frame: bytes) -> None:
-        if self._router is None:
-            raise WorkerGone("the link is closed")
-        try:
-            identity = f"{name}#{epoch}".encode()
-            self._router.send_multipart((identity, frame), zmq.NOBLOCK, copy=len(frame) < COPY_BYTES_MAX)
-        except zmq.ZMQError as error:
-            raise WorkerGone(f"{name}#{epoch}: {error}") from error
+        self._wire.send(f"{name}#{epoch}".encode(), frame)
 
 
 def frames_of(requests: list[Generate]) -> list[bytes]:

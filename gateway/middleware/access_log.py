@@ -1,7 +1,6 @@
 """Access log: one line for each request and a warning for a slow one, with ids and timings but no prompts or keys."""
 
 import logging
-import time
 from typing import Final
 
 from gateway.access.caller import NOBODY
@@ -22,7 +21,7 @@ def write(record: RequestRecord, slow_s: float, sample: LogSample, trace_id: str
 
     `slow_s` 0 disables warnings of slow requests; `trace_id` is the id of the request's exported trace.
     """
-    elapsed_s = time.perf_counter() - record.started
+    elapsed_s = record.clock() - record.started
     if slow_s and elapsed_s >= slow_s and record.model is not None:
         log.warning(
             "slow request: %s %s took %.1f s", record.method, record.path[:200], elapsed_s,

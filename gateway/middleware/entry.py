@@ -52,7 +52,10 @@ class EntryMiddleware:
         client = self._services.live.proxies.client(scope) if self._is_public else UNIX
         if self._is_public:
             scope["path"] = versioned(scope["path"])
-        record = RequestRecord(_request_id(headers), scope["method"], scope["path"], client)
+        clock = self._services.clock
+        record = RequestRecord(
+            _request_id(headers), scope["method"], scope["path"], client, started=clock(), clock=clock
+        )
         record.dialect = dialect_of(record.path, headers)
         if "traceparent" in headers:
             record.trace = read_context(headers.getlist("traceparent"), headers.getlist("tracestate"))

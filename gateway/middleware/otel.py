@@ -56,7 +56,7 @@ class OtelTracer:
     def export(self, record: RequestRecord) -> str:
         """Queue the spans of an ended request, and return the trace's id."""
         now_ns = time.time_ns()
-        began_ns = now_ns - round((time.perf_counter() - record.started) * 1e9)
+        began_ns = now_ns - round((record.clock() - record.started) * 1e9)
         name = f"{_operation(record)} {record.model}"
         span = self._tracer.start_span(
             name, _parent(record.trace), SpanKind.SERVER, _attributes(record), start_time=began_ns

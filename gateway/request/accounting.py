@@ -1,7 +1,6 @@
 """Accounting of a request's tokens and times, in its record, its model's metrics, the ledger and its key's charge."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -60,7 +59,7 @@ class TokenAccounting:
 
         A delta that ends in ERROR or ABORT becomes `failure` instead.
         """
-        now = time.perf_counter()
+        now = self._record.clock()
         newest = self._newest_token
         for delta in deltas:
             rid = delta.rid
@@ -150,5 +149,5 @@ class TokenAccounting:
         began = collector.prefill_began_at
         # The collector's times are on the event loop's clock.
         ago = 0.0 if began is None else asyncio.get_running_loop().time() - began
-        now = time.perf_counter() - record.started
+        now = record.clock() - record.started
         record.phases.cut(now, None if began is None else now - ago, record.first_token_s)

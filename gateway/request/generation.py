@@ -1,6 +1,5 @@
 """One request from admission to its last event: its output, its abort, and its state as operators see it."""
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -86,7 +85,7 @@ class Generation:
             if unfinished:
                 self._runtime.link.abort(unfinished, "client")
             self._accounting.close(collector, unfinished)
-        self._numbers.e2e.observe(time.perf_counter() - self.record.started)
+        self._numbers.e2e.observe(self.record.clock() - self.record.started)
 
     def open_now(self) -> bool:
         """Start the request at a peer or on a ready worker.

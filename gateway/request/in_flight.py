@@ -1,6 +1,5 @@
 """Registry of the requests that are being served."""
 
-import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Final, Protocol
@@ -76,7 +75,7 @@ class Requests:
 
 def _view(name: str, served: InFlightRequest) -> RequestView:
     record = served.record
-    now = time.perf_counter()
+    now = record.clock()
     first = record.first_token_s
     decoding_s = 0.0 if first is None else now - record.started - first
     return RequestView(

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -12,7 +11,7 @@ from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest, Cancelled, Unavailable, from_failure, from_unsendable
 from gateway.link.collector import Collector
 from gateway.link.link import LATE
-from gateway.link.transport import WorkerGone
+from gateway.link.wire import WorkerGone
 from gateway.media.modalities import check
 from gateway.remote.peers.peer_stream import PeerStream
 from gateway.remote.peers.request_route import make_route
@@ -133,7 +132,7 @@ class Opener:
 
     async def _wait_and_submit(self) -> Collector:
         queue_s = self._runtime.config.server.queue_timeout_s
-        limit_s = min(queue_s or math.inf, self._deadline - time.perf_counter())
+        limit_s = min(queue_s or math.inf, self._deadline - self._record.clock())
         try:
             async with asyncio.timeout(limit_s if limit_s < math.inf else None) as self._timeout:
                 losses = 0
@@ -154,7 +153,7 @@ class Opener:
         except TimeoutError:
             if self._interruption is not None:
                 raise self._interruption from None
-            if time.perf_counter() >= self._deadline:
+            if self._record.clock() >= self._deadline:
                 raise from_failure(LATE) from None
             message = f"The model was not ready within {queue_s:g} seconds."
             raise Unavailable(message, retry_after_s(self._runtime.pool, self._model), "queue_timeout") from None
@@ -201,11 +200,11 @@ class Opener:
         """Return the sequences with the time that is left until their deadline."""
         if self._deadline == math.inf:
             return self._generates
-        left_ms = max(1, int((self._deadline - time.perf_counter()) * 1000))
+        left_ms = max(1, int((self._deadline - self._record.clock()) * 1000))
         return [msgspec.structs.replace(generate, deadline_ms=left_ms) for generate in self._generates]
 
     def _note_place(self, place: str) -> None:
         self._record.served_by = place
 
     def _elapsed(self) -> float:
-        return time.perf_counter() - self._record.started
+        return self._record.clock() - self._record.started

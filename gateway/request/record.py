@@ -50,6 +50,8 @@ class RequestRecord:
     client: Address = UNKNOWN
     dialect: Dialect = Dialect.OPENAI
     started: float = field(default_factory=time.perf_counter)
+    # Clock of `started` and of the request's deadline.
+    clock: Callable[[], float] = time.perf_counter
     status: int = 0
     model: str | None = None
     # Peer that serves the request or served it last; empty if this daemon does.

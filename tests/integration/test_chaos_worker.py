@@ -12,7 +12,7 @@ import pytest
 from gateway.link.collector import Collector
 from gateway.link.failover import ResumeLimits
 from gateway.link.quarantine import REFUSED
-from gateway.link.transport import WorkerGone
+from gateway.link.wire import WorkerGone
 from gateway.workers.supervisor.handle import WorkerHandle
 from gateway.workers.supervisor.limits import WorkerLimits
 from gateway.workers.supervisor.state import ModelUnavailable, State

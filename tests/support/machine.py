@@ -10,7 +10,7 @@ import pytest
 
 from gateway.link.link import WorkerLink
 from gateway.link.sequence import Sequence
-from gateway.link.transport import WorkerGone
+from gateway.link.wire import WorkerGone
 from gateway.link.worker_connection import Connection, FrameSender, Report
 from gateway.workers.supervisor.limits import WorkerLimits
 from gateway.workers.supervisor.ports import Effects

@@ -17,7 +17,7 @@ from gateway.http.encoder import Fold, StreamEncoder
 from gateway.http.request_body import read_body
 from gateway.http.sse import DEFAULT_PACE, EVENTS, StreamTiming, respond_stream, respond_whole
 from gateway.link.calls import CallRefused
-from gateway.link.transport import WorkerGone
+from gateway.link.wire import WorkerGone
 from gateway.media.modalities import check, likely_tokens
 from gateway.media.reference import Reference
 from gateway.media.resolve import MediaReader, Stored, is_inline, resolve

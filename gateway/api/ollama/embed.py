@@ -1,6 +1,5 @@
 """`POST /api/embed` and its older form, `POST /api/embeddings`."""
 
-from time import perf_counter
 from typing import Annotated, Final
 
 import msgspec
@@ -102,7 +101,7 @@ class Embed:
         rows = [_encode(vectors.numbers(at)) for at in range(vectors.count)]
         if self._is_old:
             return _encode(OneEmbedding([])).replace(b"[]", rows[0] if rows else b"[]")
-        total, load = perf_counter() - record.started, record.phases.load
+        total, load = record.clock() - record.started, record.phases.load
         empty = _encode(EmbedResponse(model, [], nanoseconds(total), nanoseconds(load), vectors.prompt_tokens))
         # Quotes inside a name are escaped, so only the key itself can match.
         before, key, after = empty.partition(b'"embeddings":[')

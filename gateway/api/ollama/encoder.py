@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any, Final, assert_never
 
 import msgspec
@@ -122,7 +121,7 @@ class LineForm(ABC):
         return shared | {
             "created_at": timestamp(),
             "done_reason": DONE_REASONS.get(answer.finish, "stop"),
-            "total_duration": nanoseconds(perf_counter() - self._record.started),
+            "total_duration": nanoseconds(self._record.clock() - self._record.started),
             "load_duration": nanoseconds(self._record.phases.load),
             "prompt_eval_count": usage.prompt,
             "prompt_eval_duration": nanoseconds(usage.prefill_ms / 1000),

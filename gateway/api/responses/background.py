@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, suppress
 from typing import Any, Final
@@ -326,7 +325,7 @@ class Backgrounds:
             "request": record.id,
             "response": background.id,
             "model": record.model,
-            "ms": round((time.perf_counter() - record.started) * 1000, 1),
+            "ms": round((record.clock() - record.started) * 1000, 1),
             "prompt_tokens": record.prompt_tokens,
             "cached_tokens": record.cached_tokens,
             "completion_tokens": record.completion_tokens,

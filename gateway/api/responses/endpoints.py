@@ -264,7 +264,7 @@ def _journaled(run: ResponseRun, job: serve.PreparedRequest, inputs: list[InputI
         forms=run.output.forms,
         is_sealed=run.output.is_sealed,
         body_bytes=record.body_bytes,
-        began=time.time() - (time.perf_counter() - record.started),
+        began=time.time() - (record.clock() - record.started),
         limit_s=generate.deadline_ms / 1000,
         is_everybodys=record.caller.is_anonymous,
     )

@@ -13,7 +13,7 @@ from gateway.access.caller import OWNER
 from gateway.control_types import DeepHealth, Probe
 from gateway.errors import Forbidden, Unauthorized
 from gateway.link.collector import Collector
-from gateway.link.transport import WorkerGone
+from gateway.link.wire import WorkerGone
 from gateway.request.record import RequestRecord
 from gateway.services import Services
 from gateway.workers.supervisor.handle import WorkerHandle

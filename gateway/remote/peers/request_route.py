@@ -10,7 +10,7 @@ import msgspec
 
 from gateway.config.settings import ModelConfig
 from gateway.link.sequence import PARKED, Sequence
-from gateway.link.transport import WorkerGone
+from gateway.link.wire import WorkerGone
 from gateway.remote.peers.affinity import Prefix, prefixes_of
 from gateway.remote.peers.fleet import HERE, Fleet, no_peer
 from gateway.remote.peers.peer_stream import PeerLost, PeerStream

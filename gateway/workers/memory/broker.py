@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Final
 
@@ -55,7 +55,9 @@ class Broker:
         machine: HostMemory,
         limits: WorkerLimits,
         times: KnownTimes,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.clock = clock
         self.workers = workers
         self._link = link
         self._events = events
@@ -90,7 +92,7 @@ class Broker:
     async def admit(self, spec: WorkerSpec) -> int:
         """Wait for memory, and return the granted bytes. Raises `ModelUnavailable` if the model can never fit."""
         name = spec.name
-        number, since = next(self._numbers), time.monotonic()
+        number, since = next(self._numbers), self.clock()
         model = self._models.get(name)
         if model is None:  # the model was removed from the configuration meanwhile
             return 0
@@ -107,7 +109,7 @@ class Broker:
 
     def on_state(self, name: str, state: State) -> None:
         """Update a worker's grant after a change of its state."""
-        now = time.monotonic()
+        now = self.clock()
         allocation = self.allocations.get(name)
         if allocation is not None and state in _WITHOUT_PROCESS:
             del self.allocations[name]
@@ -158,7 +160,7 @@ class Broker:
 
     def _note_use(self, name: str) -> None:
         if (allocation := self.allocations.get(name)) is not None:
-            allocation.used_at = time.monotonic()
+            allocation.used_at = self.clock()
         if self._pending:
             self._changed.set()
 
@@ -179,7 +181,7 @@ class Broker:
         return 0.0 if model is None or self.is_pinned(name) else model.ttl_s
 
     def view(self) -> MemoryView:
-        now = time.monotonic()
+        now = self.clock()
         models = {
             name: ModelMemory(
                 share_bytes=allocation.share,
@@ -218,7 +220,7 @@ class Broker:
                 wake_at = self._settle()
             except Exception:  # The loop must go on after any error.
                 log.exception("internal error while memory was granted")
-                wake_at = time.monotonic() + FAULT_PAUSE_S
+                wake_at = self.clock() + FAULT_PAUSE_S
 
     def _delay_s(self, wake_at: float | None) -> float | None:
         if self._returns:
@@ -229,11 +231,11 @@ class Broker:
             for allocation in self.allocations.values()
         ):
             return ROOM_POLL_S
-        return None if wake_at is None else max(0.0, wake_at - time.monotonic())
+        return None if wake_at is None else max(0.0, wake_at - self.clock())
 
     def _settle(self) -> float | None:
         """Apply one plan. Return the time at which the next plan is due even without a change."""
-        now = time.monotonic()
+        now = self.clock()
         self._check_returns(now)
         for allocation in self.allocations.values():
             self._end_shrinking(allocation, now)
@@ -330,7 +332,7 @@ class Broker:
         log.info("model %s is granted %d MiB (%s)", pending.name, share >> 20, reason)
 
     def _new_allocation(self, name: str, share: int, need: Need) -> Allocation:
-        return Allocation(name, share, min(share, need.floor), need.most, time.monotonic(), Pressure(self._limits))
+        return Allocation(name, share, min(share, need.floor), need.most, self.clock(), Pressure(self._limits))
 
     def _refuse(self, infeasible: Infeasible) -> None:
         pending = self._pending[infeasible.name]

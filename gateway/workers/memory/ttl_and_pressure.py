@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from typing import Final
 
 from gateway.workers.memory.broker import Broker
@@ -44,8 +43,8 @@ class MemoryWatch:
 
     async def _check(self) -> None:
         await self._measure()
-        now = time.monotonic()
         broker = self._broker
+        now = broker.clock()
         is_short = self._is_short()
         for allocation in list(broker.allocations.values()):
             worker = broker.workers[allocation.name]

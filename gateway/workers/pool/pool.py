@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
+import random
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from gateway.workers.pool.orphans import adoption_refusal, stop_orphans
 from gateway.workers.supervisor.handle import WorkerHandle
 from gateway.workers.supervisor.limits import WorkerLimits
 from gateway.workers.supervisor.ports import Effects, WorkerPort
-from gateway.workers.supervisor.registry import Registry, Survivor
+from gateway.workers.supervisor.registry import ProcessTable, Registry, Survivor
 from gateway.workers.supervisor.spawn import Command, Spawner, default_command
 from gateway.workers.supervisor.state import Events, MemoryView, ModelUnavailable, State, WorkerView
 from gateway.workers.supervisor.worker import Worker
@@ -47,12 +48,21 @@ class Pool:
         command: Command = default_command,
         limits: WorkerLimits | None = None,
         machine: HostMemory | None = None,
+        make_processes: Callable[[Registry], ProcessTable] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        random: Callable[[], float] = random.random,
     ) -> None:
+        """`command` is for processes of this machine; `make_processes` replaces these."""
         self._config = config
         self._link = link
         self._events = events
         self._limits = limits or WorkerLimits()
-        self._command = command
+
+        def spawner(registry: Registry) -> ProcessTable:
+            return Spawner(config.home, registry, command)
+
+        self._make_processes = make_processes or spawner
+        self._clock, self._random = clock, random
         # Workers of removed models stay until they have stopped.
         self._workers: dict[str, Worker] = {}
         self._removed: set[str] = set()
@@ -61,7 +71,9 @@ class Pool:
         self._reloaded: set[str] = set()
         self._runs: dict[str, asyncio.Task[None]] = {}
         self.times = KnownTimes(profiles_dir(config.home))
-        self._broker = Broker(config, self._workers, link, events, machine or ThisMachine(), self._limits, self.times)
+        self._broker = Broker(
+            config, self._workers, link, events, machine or ThisMachine(), self._limits, self.times, clock
+        )
         self._effects: Effects | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._is_started = asyncio.Event()
@@ -74,16 +86,25 @@ class Pool:
         workers.
         """
         registry = Registry(self._config.run_dir)
-        spawner = Spawner(self._config.home, registry, self._command)
-        self._effects = Effects(self._broker.admit, self._broker.on_state, spawner.spawn, registry.next_epoch)
+        processes = self._make_processes(registry)
+        self._effects = Effects(
+            self._broker.admit,
+            self._broker.on_state,
+            processes.spawn,
+            registry.next_epoch,
+            self._clock,
+            random=self._random,
+        )
         for model in self._config.models.values():
             self._workers[model.name] = self._make(model, self._effects)
-        unwanted = [survivor for survivor in registry.survivors() if not self._adopt(survivor, spawner)]
+        unwanted = [
+            survivor for survivor in registry.survivors(processes.mismatch) if not self._adopt(survivor, processes)
+        ]
         self._link.open()
-        self._root = asyncio.create_task(self._run([spawner.adopt(survivor) for survivor in unwanted]))
+        self._root = asyncio.create_task(self._run([processes.adopt(survivor) for survivor in unwanted]))
         await self._is_started.wait()
 
-    def _adopt(self, survivor: Survivor, spawner: Spawner) -> bool:
+    def _adopt(self, survivor: Survivor, processes: ProcessTable) -> bool:
         """Adopt an earlier gateway's worker. Return False if the worker must be stopped instead."""
         worker, process = self._workers.get(survivor.name), survivor.process
         refused = adoption_refusal(survivor, worker.spec if worker is not None else None)
@@ -92,7 +113,7 @@ class Pool:
             assert survivor.spec is not None
             log.info("adopting worker %s#%d (pid %d)", worker.name, process.epoch, process.pid)
             self._broker.adopt(worker.name, survivor.spec.memory_bytes)
-            worker.adopt(spawner.adopt(survivor), process.epoch)
+            worker.adopt(processes.adopt(survivor), process.epoch)
             return True
         if refused.is_loaded_again:
             self._reloaded.add(survivor.name)
@@ -119,8 +140,8 @@ class Pool:
     async def release(self, deadline_s: float, impatience: asyncio.Task[object]) -> None:
         """Let running requests finish until the deadline, or until the task `impatience` ends. The next gateway adopts
         the workers."""
-        end = time.monotonic() + deadline_s
-        while self._link.in_flight and time.monotonic() < end and not impatience.done():
+        end = self._clock() + deadline_s
+        while self._link.in_flight and self._clock() < end and not impatience.done():
             await asyncio.wait({impatience}, timeout=RELEASE_POLL_S)
         self._link.abandon(_HANDED_OVER)
         if self._root is not None:

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import signal
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
@@ -11,7 +10,7 @@ from msgspec.structs import replace
 
 from gateway.link.link import WorkerLink
 from gateway.link.sequence import Sequence
-from gateway.link.transport import WorkerGone
+from gateway.link.wire import WorkerGone
 from gateway.link.worker_connection import Connection
 from gateway.workers.supervisor import inbox
 from gateway.workers.supervisor.exits import Verdict, WorkerExit
@@ -201,7 +200,7 @@ class Incarnation:
 
     def ping(self) -> None:
         if self._connection is not None:
-            self._link.ping(self._connection, time.monotonic_ns())
+            self._link.ping(self._connection, int(self._effects.now() * 1e9))
 
     def is_sender_of(self, hello: Hello) -> bool:
         """Whether this incarnation's own process has sent `hello`, and not another process of the same name."""

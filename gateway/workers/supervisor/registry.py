@@ -8,9 +8,10 @@ again, because the memory of every running worker must be counted.
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Protocol
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -18,6 +19,7 @@ import psutil
 from msgspec import Meta, Struct
 
 from gateway.workers.supervisor.os_process import start_ticks
+from gateway.workers.supervisor.ports import WorkerPort
 from protocol.spec import WorkerSpec
 
 log = logging.getLogger(__name__)
@@ -101,11 +103,11 @@ class Registry:
         with contextlib.suppress(OSError):
             self._file(name).unlink(missing_ok=True)
 
-    def survivors(self) -> list[Survivor]:
+    def survivors(self, mismatch: Callable[[WorkerProcess], str] = WorkerProcess.mismatch) -> list[Survivor]:
         """Return workers of an earlier gateway that still run. Remove all other state files, and log the reasons."""
         alive: list[Survivor] = []
         for survivor in self._recorded():
-            reason = survivor.process.mismatch()
+            reason = mismatch(survivor.process)
             if not reason:
                 alive.append(survivor)
                 continue
@@ -139,6 +141,19 @@ class Registry:
 
     def _file(self, name: str) -> Path:
         return self._folder / f"{quote(name, safe='')}{_SUFFIX}"
+
+
+class ProcessTable(Protocol):
+    """Processes of workers on this machine; a simulation has a table of its own."""
+
+    def spawn(self, spec: WorkerSpec) -> WorkerPort:
+        """Start a worker and record it in the registry. Raises `OSError`."""
+        ...
+
+    def adopt(self, survivor: Survivor) -> WorkerPort: ...
+    def mismatch(self, process: WorkerProcess) -> str:
+        """Return why a pid is not this process; empty if this process still runs."""
+        ...
 
 
 def _decode(name: str, content: bytes) -> Survivor:

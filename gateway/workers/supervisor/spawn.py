@@ -134,6 +134,9 @@ class Spawner:
             undo.pop_all()
         return Child(popen, Output(read_fd, label), forget)
 
+    def mismatch(self, process: WorkerProcess) -> str:
+        return process.mismatch()
+
     def adopt(self, survivor: Survivor) -> WorkerPort:
         lead = AdoptedProcess(survivor.process, lambda: self._registry.remove(survivor.name))
         if not survivor.ranks:

@@ -1,0 +1,211 @@
+"""HTTP client of a simulated gateway: it calls the ASGI app in process, reads slowly, or leaves."""
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from tests.simulation.simulated_worker import answer_ids, text_of
+from tests.simulation.virtual_loop import VirtualLoop
+from tests.simulation.world import Violated, World
+
+PATH = "/v1/chat/completions"
+
+
+@dataclass(slots=True)
+class Plan:
+    """One request, and how its client behaves."""
+
+    number: int
+    at_s: float
+    model: str
+    key: str
+    max_tokens: int | None
+    is_streamed: bool
+    # Number of pieces after which the client leaves, and the pause between pieces that it reads.
+    leaves_after: int | None
+    pause_s: float
+    is_refused: bool = False
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.key} {'refused' if self.is_refused else 'asks'} {self.number}"
+
+    @property
+    def answer(self) -> list[int]:
+        return answer_ids(self.model, self.prompt)[: self.max_tokens]
+
+
+def draw_plan(random: Random, number: int, models: list[str], keys: list[str], span_s: float) -> Plan:
+    return Plan(
+        number,
+        random.random() * span_s,
+        random.choice(models),
+        random.choice(keys),
+        random.choice((None, None, 1, 5, 20, 200)),
+        random.random() < 0.8,
+        random.randint(0, 10) if random.random() < 0.15 else None,
+        random.choice((0.0, 0.0, 0.0, 0.05, 0.5, 4.0)),
+        random.random() < 0.04,
+    )
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a client has seen of one request."""
+
+    status: int = 0
+    body: bytearray = field(default_factory=bytearray)
+    is_complete: bool = False
+    has_left: bool = False
+    is_cut: bool = False
+    # Text, end, error and usage of the answer.
+    text: str = ""
+    finish: str | None = None
+    error: str = ""
+    completion_tokens: int | None = None
+
+
+class Client:
+    """One request on its way. Its outcome is checked when the app has returned."""
+
+    def __init__(self, world: World, plan: Plan) -> None:
+        self.world = world
+        self.plan = plan
+        self.outcome = Outcome()
+        self._loop: VirtualLoop = world.loop
+        self._pieces = 0
+        self._left = world.loop.create_future()
+        self._has_body = False
+
+    async def run(self, app: ASGIApp, secret: str) -> None:
+        plan = self.plan
+        body: dict[str, Any] = {
+            "model": plan.model,
+            "messages": [{"role": "user", "content": plan.prompt}],
+            "stream": plan.is_streamed,
+        }
+        if plan.max_tokens is not None:
+            body["max_tokens"] = plan.max_tokens
+        if plan.is_streamed:
+            body["stream_options"] = {"include_usage": True}
+        self._body = json.dumps(body).encode()
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        headers += [(b"content-length", str(len(self._body)).encode()), (b"authorization", b"Bearer " + secret.encode())]
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": PATH,
+            "raw_path": PATH.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": headers,
+            "client": ("127.0.0.1", 40000 + plan.number),
+            "server": ("127.0.0.1", 8484),
+        }
+        try:
+            await app(scope, self._receive, self._send)
+        except asyncio.CancelledError:
+            self.outcome.is_cut = True
+            raise
+        finally:
+            self._read()
+            self.check()
+
+    async def _receive(self) -> Message:
+        if not self._has_body:
+            self._has_body = True
+            return {"type": "http.request", "body": self._body, "more_body": False}
+        await asyncio.shield(self._left)
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        outcome, plan = self.outcome, self.plan
+        if outcome.is_complete:
+            raise Violated(f"{plan}: {message['type']} after the end of the answer")
+        if message["type"] == "http.response.start":
+            outcome.status = message["status"]
+            return
+        outcome.body += message.get("body", b"")
+        self._pieces += 1
+        outcome.is_complete = not message.get("more_body", False)
+        if plan.leaves_after is not None and self._pieces >= plan.leaves_after and not outcome.is_complete:
+            outcome.has_left = True
+            if not self._left.done():
+                self._left.set_result(None)
+        elif plan.pause_s and self._pieces > 1:
+            await asyncio.sleep(plan.pause_s * self.world.random.random())
+        else:
+            await asyncio.sleep(0)
+
+    def leave(self) -> None:
+        """Close the connection before any answer."""
+        self.outcome.has_left = True
+        if not self._left.done():
+            self._left.set_result(None)
+
+    # -- what was seen -------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        outcome = self.outcome
+        if outcome.status == 200 and self.plan.is_streamed:
+            for block in bytes(outcome.body).decode().split("\n\n"):
+                if block.startswith("data: ") and block != "data: [DONE]":
+                    self._read_chunk(json.loads(block[6:]))
+                elif "data: {" in block:
+                    for line in block.splitlines():
+                        if line.startswith("data: {"):
+                            self._read_chunk(json.loads(line[6:]))
+        elif outcome.is_complete and outcome.body:
+            self._read_whole(json.loads(outcome.body))
+
+    def _read_chunk(self, chunk: dict[str, Any]) -> None:
+        outcome = self.outcome
+        if "error" in chunk:
+            outcome.error = str(chunk["error"].get("code") or chunk["error"].get("type"))
+            return
+        if chunk.get("usage"):
+            outcome.completion_tokens = chunk["usage"]["completion_tokens"]
+        for choice in chunk["choices"]:
+            text = choice["delta"].get("content") or ""
+            if text and outcome.finish is not None:
+                raise Violated(f"{self.plan}: text after its end: {text!r}")
+            if choice["finish_reason"] is not None and outcome.finish is not None:
+                raise Violated(f"{self.plan}: two ends")
+            outcome.text += text
+            outcome.finish = choice["finish_reason"] or outcome.finish
+
+    def _read_whole(self, body: dict[str, Any]) -> None:
+        outcome = self.outcome
+        if "error" in body:
+            outcome.error = str(body["error"].get("code") or body["error"].get("type"))
+            return
+        choice = body["choices"][0]
+        outcome.text, outcome.finish = choice["message"]["content"] or "", choice["finish_reason"]
+        outcome.completion_tokens = body["usage"]["completion_tokens"]
+
+    def check(self) -> None:
+        """Check that the client has the model's answer, an error, or a part of the answer if it left."""
+        plan, outcome, answer = self.plan, self.outcome, text_of(self.plan.answer)
+        self.world.note(f"request {plan.number}: {outcome.status} {outcome.finish} {outcome.error} {len(outcome.text)}")
+        if not answer.startswith(outcome.text):
+            raise Violated(f"{plan}: the text {outcome.text!r} is not the model's answer {answer!r}")
+        if outcome.error in ("internal_error", "internal") and not outcome.is_cut:
+            raise Violated(f"{plan}: the gateway failed: {bytes(outcome.body)!r}")
+        if outcome.finish is not None:
+            if outcome.text != answer:
+                raise Violated(f"{plan}: finished as {outcome.finish} after {outcome.text!r} of {answer!r}")
+            if outcome.completion_tokens not in (None, len(plan.answer)):
+                raise Violated(f"{plan}: {outcome.completion_tokens} tokens are counted, {len(plan.answer)} were sent")
+        elif not (outcome.error or outcome.has_left or outcome.is_cut or self._is_too_slow):
+            raise Violated(f"{plan}: no end: {outcome}")
+
+    @property
+    def _is_too_slow(self) -> bool:
+        return False
