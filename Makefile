@@ -1,4 +1,4 @@
-# make setup | serve | test | test-clients | test-web | test-systemd | test-dist | fuzz | soak | lint | bench | plots | dist.
+# make setup | serve | test | test-clients | test-web | test-systemd | test-dist | fuzz | simulate | soak | lint | bench | plots | dist.
 # Needs Python 3.11+, or any with pip, which then fetches uv; uses uv when it is installed, venv + pip otherwise.
 VENV   := .venv
 PY     := $(VENV)/bin/python
@@ -12,7 +12,7 @@ JOBS   ?= $(if $(strip $(ARGS)),0,4)
 FUZZ_S ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-clients test-web test-systemd test-dist fuzz soak lint bench plots dist openblas clean
+.PHONY: help setup serve test test-clients test-web test-systemd test-dist fuzz simulate soak lint bench plots dist openblas clean
 
 help:
 	@echo "make setup   create $(VENV) with everything mlxd needs"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-systemd   install, kill, restart and remove the service under a real systemd, in a box (Linux, root)"
 	@echo "make test-dist   install the wheel and the sdist by pip, pipx and uv into empty environments, and serve from there"
 	@echo "make fuzz    made-up requests and schemas, for ten minutes (FUZZ_S=600)"
+	@echo "make simulate   play seeds of the gateway's simulation              (SEED=0 N=100; N=1 prints the trace)"
 	@echo "make soak    every test, in full; then every architecture of mlx-lm, alone against batched, cached and resumed  (ARGS='mamba llama4', --write)"
 	@echo "make lint    ruff, pyright, and tsc for the page where there is npm"
 	@echo "make bench   mlxd beside a bare batch loop and mlx_lm.server, as ratios"
@@ -66,6 +67,10 @@ test-dist: $(STAMP)
 # A third of the time for each of scripted workers, the embedded model and the HTTP edge.
 fuzz: $(STAMP)
 	@MLXD_FUZZ_S=$$(( $(FUZZ_S) / 3 )) $(PY) -P -m pytest -m fuzz $(ARGS)
+
+# Sets of strings have the same order in each run only with a fixed hash seed.
+simulate: $(STAMP)
+	@PYTHONHASHSEED=0 $(PY) -P -m tests.simulation $(or $(SEED),0) $(or $(N),100)
 
 # Every test in full, and every architecture that mlx-lm has and that can be built tiny.
 soak: $(STAMP)

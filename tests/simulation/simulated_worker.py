@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = 7
 LENGTH_MAX = 60
 STEP_S = 0.02
+ORPHAN_CHECK_S = 10.0
+ORPHAN_CHECKS = 3
 _WEIGHTS = 1 << 30
 
 
@@ -93,6 +95,7 @@ class SimulatedWorker:
         self.drain_at: float | None = None
         self.stuck_since = 0.0
         self.overrun = 0
+        self.silent_checks = 0
 
     @property
     def footprint(self) -> int:
@@ -104,6 +107,7 @@ class SimulatedWorker:
 
     def begin(self) -> None:
         rates, world = self.world.rates, self.world
+        self.process.later(ORPHAN_CHECK_S, self.check_orphan)
         self.send(self.hello())
         self.send(Loading(self.epoch, "weights", 0, _WEIGHTS))
         if world.chance("load fails", rates.load_fails):
@@ -122,10 +126,19 @@ class SimulatedWorker:
             self.overrun = _WEIGHTS * 2
         self.send(self.ready())
 
+    def check_orphan(self) -> None:
+        """End without a gateway. Checks are counted, so that a jump of the clock is one check."""
+        self.silent_checks += 1
+        if self.silent_checks > ORPHAN_CHECKS:
+            self.process.exit(0)
+        else:
+            self.process.later(ORPHAN_CHECK_S, self.check_orphan)
+
     # -- messages of the gateway ---------------------------------------------------------------------------------------
 
     def receive(self, frame: bytes) -> None:
         message = codec.decode_down(frame)
+        self.silent_checks = 0
         self.world.note(f"{self.spec.name}#{self.epoch} < {type(message).__name__}")
         self.handle(message)
 
@@ -272,8 +285,16 @@ class SimulatedWorker:
     def stats(self) -> Stats:
         age_s = self.world.loop.time() - self.stuck_since if self.is_stuck else 0.0
         return Stats(
-            len(self.rows), 0, self.seq, int(age_s * 1000), 0, 0, 0, 0,
-            generation_tokens=self.generated, share_bytes=self.share
+            len(self.rows),
+            0,
+            self.seq,
+            int(age_s * 1000),
+            0,
+            0,
+            0,
+            0,
+            generation_tokens=self.generated,
+            share_bytes=self.share,
         )
 
     def send_step(self, deltas: list[Delta]) -> None:

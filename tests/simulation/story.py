@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
+from gateway.access.key_file import KeyFile, KeyRefused
 from gateway.app import App
 from gateway.config.settings import Config, MemoryConfig, ModelConfig, ServerConfig
 from gateway.errors import Unavailable
@@ -87,8 +87,9 @@ def draw_rates(random: Random) -> Rates:
 class SimulatedGateway:
     """One life of the gateway: the real pool, link, app and services on the world's wire and processes."""
 
-    def __init__(self, world: World, config: Config, boot: int, random: Random) -> None:
+    def __init__(self, world: World, config: Config, boot: int, random: Random, is_listening: asyncio.Event) -> None:
         self.world = world
+        self.is_listening = is_listening
         self.config = config
         self.metrics = Metrics()
         self.wire = SimulatedWire(world)
@@ -110,7 +111,7 @@ class SimulatedGateway:
         self.tasks: set[asyncio.Task[None]] = set()
 
     def _make_processes(self, registry: Registry) -> ProcessTable:
-        self.table = ProcessTable(self.world, registry)
+        self.table = ProcessTable(self.world, registry, self.config.run_dir)
         return self.table
 
     async def start(self) -> None:
@@ -147,6 +148,7 @@ class SimulatedGateway:
             await self.pool.release(self.config.server.drain_s, never)
         finally:
             never.cancel()
+        self.is_listening.clear()
         await self._end_tasks()
         await self.app.finish(5.0)
         self.app.close()
@@ -190,6 +192,8 @@ class Story:
         self.boots = 0
         self.config = self._draw_config()
         self.secrets = self._make_keys()
+        # Whether there is a gateway to which clients can connect.
+        self._listening = asyncio.Event()
         self.gateway = self._make_gateway()
         self.clients: list[Client] = []
         self.failure: BaseException | None = None
@@ -217,6 +221,7 @@ class Story:
             queue_timeout_s=60.0,
             request_timeout_s=random.choice((0.0, 0.0, 3.0)),
             node="sim",
+            body_memory_bytes=1 << 30,
         )
         memory = MemoryConfig(budget_bytes=random.choice((8, 12, 16)) * GIB, min_residency_s=random.choice((0.5, 5.0)))
         return Config(home=self.home, server=server, models=models, config_path=self.home / "mlxd.toml", memory=memory)
@@ -228,7 +233,7 @@ class Story:
 
     def _make_gateway(self) -> SimulatedGateway:
         self.boots += 1
-        return SimulatedGateway(self.world, self.config, self.boots, self.random)
+        return SimulatedGateway(self.world, self.config, self.boots, self.random, self._listening)
 
     # -- invariants ----------------------------------------------------------------------------------------------------
 
@@ -243,7 +248,7 @@ class Story:
 
     def check_end(self, faults: Faults) -> None:
         """Check that the world is empty after the last gateway has stopped."""
-        if alive := self.world.alive():
+        if alive := [process for process in self.world.alive() if process.is_recorded]:
             raise Violated(f"left running: {[(p.spec.name, p.spec.epoch) for p in alive]}")
         if files := [path.name for path in (self.config.run_dir / "workers").glob("*.json")]:
             raise Violated(f"state files left behind: {files}")
@@ -257,6 +262,7 @@ class Story:
 
     async def run(self, faults: Faults) -> None:
         await self.gateway.start()
+        self._listening.set()
         count = self.random.choice((2, 6, 12, 25))
         plans = sorted(
             (draw_plan(self.random, i, [*self.config.models], [*KEYS], SPAN_S) for i in range(count)),
@@ -277,6 +283,7 @@ class Story:
 
     async def _request(self, plan: Plan) -> None:
         await asyncio.sleep(plan.at_s)
+        await self._listening.wait()
         client = Client(self.world, plan)
         self.clients.append(client)
         if plan.leaves_after == 0:
@@ -311,6 +318,7 @@ class Story:
                 gateway.wanted = self.config
                 await gateway.run(_quietly(_reload(gateway.reloader)))
             case "die":
+                self._listening.clear()
                 await gateway.kill()
                 await asyncio.sleep(random.random() * 2)
                 await self._next_gateway()
@@ -319,7 +327,8 @@ class Story:
                 await self._next_gateway()
             case "key":
                 if "bob" in self.secrets and random.random() < 0.5:
-                    KeyFile(self.config.keys_path).revoke("bob")
+                    with contextlib.suppress(KeyRefused):
+                        KeyFile(self.config.keys_path).revoke("bob")
             case "disk":
                 self._fill_disk()
             case "jump":
@@ -336,6 +345,7 @@ class Story:
     async def _next_gateway(self) -> None:
         self.gateway = self._make_gateway()
         await self.gateway.start()
+        self._listening.set()
 
     def _change_config(self) -> None:
         random, models = self.random, dict(self.config.models)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from pathlib import Path
 from random import Random
 
 from gateway.link.wire import WorkerGone
@@ -98,6 +99,7 @@ class Process:
         self.argv = ["python", "worker", spec.name, "--epoch", str(spec.epoch)]
         self.status: int | None = None
         self.is_stopped = False
+        self.is_recorded = True
         self.connection: Connection | None = None
         self.backlog: list[bytes] = []
         self._held: list[Callable[[], None]] = []
@@ -322,8 +324,9 @@ class Machine:
 class ProcessTable:
     """Processes as one gateway sees them. It implements the registry's `ProcessTable`."""
 
-    def __init__(self, world: World, registry: Registry) -> None:
+    def __init__(self, world: World, registry: Registry, run_dir: Path) -> None:
         self.world = world
+        self.run_dir = run_dir
         self.registry = registry
         # A gateway that was killed has no effect any more, whatever its tasks still do.
         self.is_dead = False
@@ -331,11 +334,13 @@ class ProcessTable:
     def spawn(self, spec: WorkerSpec) -> WorkerPort:
         if self.is_dead or self.world.chance("spawn", self.world.rates.spawn_fails):
             raise OSError("no more processes")
-        clones = [p for p in self.world.alive() if p.spec.name == spec.name]
+        clones = [p for p in self.world.alive() if p.spec.name == spec.name and p.is_recorded]
         if clones:
             raise Violated(f"{spec.name}#{spec.epoch} is started beside #{clones[0].spec.epoch}")
         process = self.world.start(spec)
         self.registry.add(WorkerRecord(pid=process.pid, epoch=spec.epoch, argv=process.argv, spec=spec))
+        # While the disk is full, the next gateway cannot know of this worker, which ends without one.
+        process.is_recorded = (self.run_dir / "workers" / f"{spec.name}.json").exists()
         return Port(self, process, is_adopted=False)
 
     def adopt(self, survivor: Survivor) -> WorkerPort:
