@@ -1,1 +1,1 @@
-"""Deterministic simulation of the gateway: the real code on a virtual clock, with workers, processes and faults of ours."""
+"""Deterministic simulation of the gateway: the real code on a virtual clock, with workers and faults of ours."""

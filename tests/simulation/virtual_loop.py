@@ -5,22 +5,25 @@ import contextvars
 import itertools
 from collections.abc import Callable, Coroutine
 from random import Random
-from typing import Any
+from typing import Any, Final
 
-# Sets of tasks are ordered by hash, and the default hash is an address, which differs in each run.
-_numbers = itertools.count(1)
+# A story has some thousands of turns. One that goes round without progress of its time is an error.
+TURNS_MAX: Final = 100_000
 
 
 class Stalled(Exception):
-    """Nothing is ready and no timer is set, so that nothing can ever happen again."""
+    """Nothing can ever happen again, or the same happens without an end."""
 
 
 class NumberedTask(asyncio.Task[Any]):
-    """Task with a hash by its order of creation."""
+    """Task with a hash by its order of creation.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.number = next(_numbers)
-        super().__init__(*args, **kwargs)
+    Sets of tasks are ordered by hash, and the default hash is an address, which differs in each run.
+    """
+
+    def __init__(self, coro: Coroutine[Any, Any, Any], *, loop: "VirtualLoop", **kwargs: Any) -> None:
+        self.number = next(loop.numbers)
+        super().__init__(coro, loop=loop, **kwargs)
 
     def __hash__(self) -> int:
         return self.number
@@ -29,9 +32,9 @@ class NumberedTask(asyncio.Task[Any]):
 class NumberedFuture(asyncio.Future[Any]):
     """Future with a hash by its order of creation."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.number = next(_numbers)
-        super().__init__(*args, **kwargs)
+    def __init__(self, *, loop: "VirtualLoop") -> None:
+        self.number = next(loop.numbers)
+        super().__init__(loop=loop)
 
     def __hash__(self) -> int:
         return self.number
@@ -58,6 +61,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self, seed: int, *, is_shuffled: bool) -> None:
         super().__init__()
         self._now = 0.0
+        self.numbers = itertools.count(1)
         self._random = Random(seed ^ 0x5EED)
         self._is_shuffled = is_shuffled
         self._selector = _NoSelector(self)
@@ -74,6 +78,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def wait(self, timeout: float | None) -> None:
         self.turns += 1
+        if self.turns > TURNS_MAX:
+            raise Stalled(f"no end after {self.turns} turns, at {self._now:.3f} s")
         self.on_turn()
         if timeout is None:
             raise Stalled(f"at {self._now:.3f} s nothing is ready and no timer is set")
@@ -113,8 +119,7 @@ def _call(future: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any
 
 
 def _make_task(
-    loop: asyncio.AbstractEventLoop,
-    coro: Coroutine[Any, Any, Any],
-    context: contextvars.Context | None = None,
+    loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, Any], context: contextvars.Context | None = None
 ) -> asyncio.Task[Any]:
+    assert isinstance(loop, VirtualLoop)
     return NumberedTask(coro, loop=loop, context=context)
