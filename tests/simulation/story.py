@@ -115,8 +115,8 @@ class SimulatedGateway:
         return self.table
 
     async def start(self) -> None:
+        # Background responses are not simulated: `App.start` resumes them with threads of its own.
         await self.pool.start()
-        await self.app.start()
 
     def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a request or a command, which ends at the latest with this gateway."""
@@ -222,6 +222,9 @@ class Story:
             request_timeout_s=random.choice((0.0, 0.0, 3.0)),
             node="sim",
             body_memory_bytes=1 << 30,
+            # The journal of background responses has a thread of its own, which is not simulated.
+            response_journal_bytes=0,
+            response_store_bytes=0,
         )
         memory = MemoryConfig(budget_bytes=random.choice((8, 12, 16)) * GIB, min_residency_s=random.choice((0.5, 5.0)))
         return Config(home=self.home, server=server, models=models, config_path=self.home / "mlxd.toml", memory=memory)
