@@ -243,7 +243,7 @@ class Story:
     def check_turn(self) -> None:
         """Check what holds at every turn."""
         machine = self.world.machine
-        honest = sum(p.worker.footprint - p.worker.overrun for p in self.world.alive())
+        honest = sum(p.worker.footprint - p.worker.overrun for p in self.world.alive() if p.is_recorded)
         if honest > self.config.memory.budget_bytes:  # type: ignore[operator]  # the story's budget is a number
             raise Violated(f"workers hold {honest >> 20} MiB, the budget is {self.config.memory.budget_bytes}")
         if machine.other < 0:
