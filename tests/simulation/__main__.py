@@ -14,10 +14,10 @@ def main(first: int, count: int) -> int:
         if result.failure is not None:
             failed += 1
             report(result, is_alone=count == 1)
+        if count == 1:
+            print(f"trace digest {result.digest}")
     used_s = time.process_time() - began
     print(f"{count} seeds, {failed} failed, {used_s:.1f} s of CPU time, {count / used_s:.0f} seeds/s")
-    if count == 1:
-        print(f"trace digest {result.digest}")
     return 1 if failed else 0
 
 

@@ -67,7 +67,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._selector = _NoSelector(self)
         self.turns = 0
         self.on_turn: Callable[[], None] = lambda: None
-        self.set_task_factory(_make_task)
+        self.set_task_factory(_make_task)  # type: ignore[arg-type]  # only coroutines become tasks here
 
     def time(self) -> float:
         return self._now
