@@ -204,7 +204,7 @@ def test_rows_with_all_of_these_say_what_they_say_alone(
         resumed = [Asked(request, each.images) for request, each in zip(given, rows, strict=True)]
         assert_same(run(engine, resumed), expected, 3)
         assert bool(drafted(engine.drafter)) is has_drafts
-        reads = engine.loaded.experts is not None and engine.loaded.experts.misses > 0
+        reads = engine.loaded.experts is not None and engine.loaded.experts.expert_misses > 0
         assert reads is ("experts on disk" in features)
         cost = engine.kv_cost
     kept = [result.usage.kept > 0 for result in results if result.usage is not None]
