@@ -29,7 +29,9 @@ def test_most_drafts_in_small_talk_are_right() -> None:
     tokenizer, renderer = Tokenizer.from_file(str(SHIPPED / "tokenizer.json")), Renderer()
     samples = held_out_samples("small talk", 60, seed=3)
     requests = [
-        Generate(rid, TokensPrompt(tuple(tokenizer.encode(renderer.prompt(sample)).ids)), Sampling(temperature=0.0), 60)
+        Generate(
+            rid, TokensPrompt(tuple(tokenizer.encode(renderer.prompt(sample)).ids)), Sampling(temperature=0.0), 120
+        )
         for rid, sample in enumerate(samples)
     ]
     with EngineHarness(spec(Path("demo"), cache_bytes=0), drafter=eager) as engine:
