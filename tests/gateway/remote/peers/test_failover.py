@@ -87,7 +87,8 @@ async def test_streams_of_a_peer_that_dies_go_on_at_another() -> None:
         assert set(await asyncio.gather(*tasks)) == {tokens(LENGTH)}
         assert near.metrics.reroutes["b"] > 0
         await until(lambda: b.gateway.link.in_flight == 0 and near.link.in_flight == 0)
-        assert not near.app.services.fleet.nodes["b"].is_up
+        # An answer to a poll that arrived before the death may be counted after the loss of the streams.
+        await until(lambda: not near.app.services.fleet.nodes["b"].is_up)
 
 
 @pytest.mark.soak
