@@ -1,4 +1,4 @@
-# make setup | serve | test | test-clients | test-web | test-systemd | test-dist | fuzz | simulate | soak | lint | bench | plots | dist.
+# make setup | serve | test | test-clients | test-conformance | test-web | test-systemd | test-dist | fuzz | simulate | soak | lint | bench | plots | dist.
 # Needs Python 3.11+, or any with pip, which then fetches uv; uses uv when it is installed, venv + pip otherwise.
 VENV   := .venv
 PY     := $(VENV)/bin/python
@@ -12,18 +12,19 @@ JOBS   ?= $(if $(strip $(ARGS)),0,4)
 FUZZ_S ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-clients test-web test-systemd test-dist fuzz simulate soak lint bench plots dist openblas clean
+.PHONY: help setup serve test test-clients test-conformance test-web test-systemd test-dist fuzz simulate soak lint bench plots dist openblas clean
 
 help:
 	@echo "make setup   create $(VENV) with everything mlxd needs"
 	@echo "make serve   set up if needed, then serve on http://127.0.0.1:8484  (ARGS='--port 9000')"
 	@echo "make test    set up if needed, then run the tests                   (ARGS='tests/worker -k stop', JOBS=4)"
 	@echo "make test-clients   drive mlxd with agents and libraries from npm and PyPI (installs them into .cache/clients)"
+	@echo "make test-conformance   run other people's conformance suites, pinned, from PyPI, npm and GitHub (into .cache/conformance; half an hour)"
 	@echo "make test-web   drive the page in Chromium by Playwright (apt-get install --no-install-recommends chromium; Playwright goes into .cache/web)"
 	@echo "make test-systemd   install, kill, restart and remove the service under a real systemd, in a box (Linux, root)"
 	@echo "make test-dist   install the wheel and the sdist by pip, pipx and uv into empty environments, and serve from there"
 	@echo "make fuzz    made-up requests and schemas, for ten minutes (FUZZ_S=600)"
-	@echo "make simulate   play seeds of the gateway's simulation              (SEED=0 N=100; N=1 prints the trace)"
+	@echo "make simulate   play seeds of the gateway's simulation              (SEED=0 N=100; N=1 prints the trace; OF=engine: the engine's)"
 	@echo "make soak    every test, in full; then every architecture of mlx-lm, alone against batched, cached and resumed  (ARGS='mamba llama4', --write)"
 	@echo "make lint    ruff, pyright, and tsc for the page where there is npm"
 	@echo "make bench   mlxd beside a bare batch loop and mlx_lm.server, as ratios"
@@ -45,6 +46,9 @@ test: $(STAMP)
 
 test-clients: $(STAMP)
 	@$(PY) -P -m pytest tests/clients $(ARGS)
+
+test-conformance: $(STAMP)
+	@$(PY) -P -m pytest -rs $(or $(ARGS),tests/conformance)
 
 # It leaves screenshots in .cache/web/screenshots, or where MLXD_SCREENSHOTS says: those of docs/images are made with
 # MLXD_SCREENSHOTS=docs/images make test-web ARGS=tests/browser/test_screenshots.py
@@ -70,7 +74,7 @@ fuzz: $(STAMP)
 
 # Sets of strings have the same order in each run only with a fixed hash seed.
 simulate: $(STAMP)
-	@PYTHONHASHSEED=0 $(PY) -P -m tests.simulation $(or $(SEED),0) $(or $(N),100)
+	@PYTHONHASHSEED=0 $(PY) -P -m tests.simulation$(if $(filter engine,$(OF)),.engine) $(or $(SEED),0) $(or $(N),100)
 
 # Every test in full, and every architecture that mlx-lm has and that can be built tiny.
 soak: $(STAMP)

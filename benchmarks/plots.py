@@ -89,7 +89,7 @@ def traffic(axes: Any, run: Table) -> None:
     300.
     """
     rows = [row for row in run.rows if row[0] == "uniform" and row[1].isdigit()]
-    clients = list(dict.fromkeys(row[1] for row in rows))
+    clients = sorted({row[1] for row in rows}, key=int)
     engines = [name for name in COLOURS if any(row[2] == name for row in rows)]
     width = 0.84 / len(engines)
     for place, engine in enumerate(engines):

@@ -116,14 +116,15 @@ def oracle(args: argparse.Namespace) -> None:
     lines: list[tuple[str, ...]] = []
     for rows in args.rows:
         expected, plain = _generated(loaded, intake, rows, args.tokens, None)
-        for length in DRAFTS:
-            for odds in ODDS:
+        for length in args.drafted:
+            for odds in args.odds:
                 drafter = _Oracle(expected, length, odds)
                 again, seconds = _generated(loaded, intake, rows, args.tokens, drafter)
                 assert again == expected, "drafts must change no token"
                 _, plain_again = _generated(loaded, intake, rows, args.tokens, None)
                 ratios = ((plain[at] + plain_again[at]) / 2 / seconds[at] for at in (0, 1))
                 lines.append((str(rows), str(length), f"{odds}", *(f"{ratio:.2f}" for ratio in ratios)))
+                print(" ".join(lines[-1]), flush=True)
     print(table(("rows", "drafted", "right", "× wall", "× CPU"), lines))
 
 
@@ -344,10 +345,10 @@ def _spec(path: str, dtype: str) -> Any:
 
 
 def _load(args: argparse.Namespace) -> "LoadedModel":
-    from worker.model.loader import load
+    from worker.start.checked_model import load_checked
 
     path = "demo" if args.geometry == "demo" else str(models.build(args.geometry, args.dtype))
-    return load(_spec(path, args.dtype), lambda *_: None)
+    return load_checked(_spec(path, args.dtype), lambda *_: None)
 
 
 def _arguments() -> argparse.Namespace:
@@ -357,6 +358,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rows", type=numbers, default=[1, 4, 8], help="at once (default: 1,4,8)")
     parser.add_argument("--tokens", type=int, default=64, help="of each row (default: 64)")
+    parser.add_argument("--drafted", type=numbers, default=[*DRAFTS], help="lengths of the oracle's drafts")
+    parser.add_argument(
+        "--odds", type=lambda text: [*map(float, text.split(","))], default=[*ODDS], help="of each token"
+    )
     parser.add_argument("--turns", type=int, default=5, help="of each measurement (default: 5)")
     parser.add_argument("--commits", type=int, default=25, help="cases of each kind of edit (default: 25)")
     parser.add_argument("--draft", default="5m", choices=models.GEOMETRIES, help="of sparse prefill (default: 5m)")

@@ -1,19 +1,17 @@
-"""One forward pass a tick, before and after by turns: steps, a long prompt beside streams, short requests.
+"""One forward pass a tick, before and after by turns: a long prompt beside streams, short requests.
 
     python -m benchmarks.tick qwen3-8b --dtype bfloat16
-    python -m benchmarks.tick 5m --rows 1,2 --context 64 --steps 4 --long 100 --requests 1 --clients 2 --turns 1
+    python -m benchmarks.tick 5m --steps 4 --long 100 --requests 1 --clients 2 --turns 1
 
 Weights are random and stay in memory. *Before* runs chunks of prompts in forward passes of their own, as `--apart` does
-alone. `steps` compares the ways to attend where rows are of unequal length: a mask over one token, or a second token
-that is given back; over exactly the slots that are taken, or over all of the room.
+alone.
 """
 
 import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,57 +29,16 @@ WARM: Final = 8
 STREAMS: Final = 4
 PROMPT: Final = 70
 OUTPUT: Final = 64
-BLOCK: Final = 8
-# Attention over the whole capacity or the used slots, with a mask or with a second token per row.
-WAYS: Final = {
-    "equal": (False, False),
-    "mask": (False, False),
-    "mask, room": (True, False),
-    "pair": (False, True),
-    "pair, room": (True, True),
-}
 
 
 def main() -> None:
     args = _arguments()
     model, vocab = random_model(args.geometry, args.dtype)
-    print(f"tick · {args.geometry} {args.dtype}", flush=True)
+    print(f"tick · {args.geometry} {args.dtype}, attention by {checked(model, vocab)}", flush=True)
     for name in args.what:
         began = time.perf_counter()
-        {"steps": steps, "blocks": blocks, "stall": stall, "short": short}[name](model, vocab, args)
+        {"stall": stall, "short": short}[name](model, vocab, args)
         print(f"({name}: {time.perf_counter() - began:.0f} s)\n", flush=True)
-
-
-def steps(model: Any, vocab: int, args: argparse.Namespace) -> None:
-    """Measure a plain step in milliseconds; its context grows with each step."""
-    lines: list[tuple[str, ...]] = []
-    for rows in args.rows:
-        for context in args.context:
-            taken: dict[str, list[float]] = {}
-            for name, (sees_room, is_pair) in WAYS.items():
-                if rows == 1 and name != "equal":
-                    continue
-                with _seeing(sees_room):
-                    batch = _decoding(model, vocab, rows, context, is_pair, name == "equal")
-                    taken[name] = _step_times(batch.decode, args.steps)
-            medians = [f"{1e3 * statistics.median(taken[name]):.2f}" if name in taken else "" for name in WAYS]
-            lines.append((str(rows), str(context), *medians))
-    print(table(("rows", "context", *WAYS), lines))
-
-
-def blocks(model: Any, vocab: int, args: argparse.Namespace) -> None:
-    """Measure a verify block in milliseconds; each row keeps one token of it."""
-    lines: list[tuple[str, ...]] = []
-    for rows in args.rows:
-        for context in args.context:
-            medians: list[str] = []
-            for is_equal in (True, False):
-                for sees_room in (False, True):
-                    with _seeing(sees_room):
-                        times = _step_times(_verifying(model, vocab, rows, context, is_equal), args.steps)
-                    medians.append(f"{1e3 * statistics.median(times):.2f}")
-            lines.append((str(rows), str(context), *medians))
-    print(table(("rows", "context", "equal", "equal, room", "unequal", "unequal, room"), lines))
 
 
 def stall(model: Any, vocab: int, args: argparse.Namespace) -> None:
@@ -236,80 +193,18 @@ def _step_times(step: Callable[[], object], count: int) -> list[float]:
     return [after - before for before, after in pairwise(times)]
 
 
-def _sequences(model: Any, vocab: int, count: int, context: int, is_equal: bool) -> Any:
-    """Make rows with random KV."""
-    import mlx.core as mx
-    from mlx_lm.generate import StopSequences
-    from mlx_lm.models.cache import KVCache
+def checked(model: Any, vocab: int, bits: int = 0) -> str:
+    """Quantize the model's KV to `bits` bits if not 0, and check the model as a load does. Returns what computes its
+    attention."""
+    from worker.engine.load_checks import self_check
+    from worker.engine.load_checks.kv_check import quantize_kv
+    from worker.kv.quantized import set_kv_form
 
-    from worker.engine.row import BatchSequence
-    from worker.engine.sequence_group import SequenceGroup
-    from worker.kv import batched
-    from worker.sampling.sampler import Draws
-
-    heads, dim = model.args.num_key_value_heads, model.args.head_dim
-    dtype = model.layers[0].self_attn.k_proj.weight.dtype
-    lengths = [context if is_equal else context - at * (context // 2) // count for at in range(count)]
-    layers: list[Any] = []
-    for _ in model.layers:
-        column: list[Any] = []
-        for length in lengths:
-            keys = mx.random.normal((1, heads, length, dim)).astype(dtype)
-            cache = KVCache()
-            cache.update_and_fetch(keys, keys)
-            column.append(cache)
-        layers.append(batched.merge([[cache] for cache in column])[0])
-        mx.eval(layers[-1].state)
-    first = layers[0].lengths
-    for layer in layers:
-        layer.lengths = first
-    rows = [row_of(at, 0, 1 << 20, vocab) for at in range(len(lengths))]
-    sequences = [
-        BatchSequence(row, [[row.rid % vocab]], [], [0] * length, Draws(row.sampling), (), StopSequences().matcher())
-        for row, length in zip(rows, lengths, strict=True)
-    ]
-    return SequenceGroup(sequences, layers)
-
-
-def _decoding(model: Any, vocab: int, rows: int, context: int, is_pair: bool, is_equal: bool) -> Any:
-    from worker.engine.decode_batch import DecodeBatch
-    from worker.sampling.sampler import RowSampler
-    from worker.speculation.drafter import Drafter
-
-    class Forced(DecodeBatch):
-        def _choose_pair(self) -> bool | None:
-            return is_pair
-
-    batch = Forced(model, RowSampler(), Drafter())
-    batch.join(_sequences(model, vocab, rows, context, is_equal))
-    return batch
-
-
-def _verifying(model: Any, vocab: int, rows: int, context: int, is_equal: bool) -> Callable[[], None]:
-    import mlx.core as mx
-
-    from worker.engine.forward import ForwardPart, forward
-    from worker.kv import batched
-
-    held = _sequences(model, vocab, rows, context, is_equal)
-    tokens = mx.random.randint(0, vocab, (rows, BLOCK))
-
-    def step() -> None:
-        mx.eval(mx.argmax(forward(model, ForwardPart(held.sequences, tokens, held.caches, [BLOCK] * rows)), axis=-1))
-        batched.rewind(held.caches, [BLOCK - 1] * rows)
-
-    return step
-
-
-@contextmanager
-def _seeing(sees_room: bool) -> Iterator[None]:
-    from worker.kv import ragged
-
-    before, ragged.sees_room = ragged.sees_room, sees_room
-    try:
-        yield
-    finally:
-        ragged.sees_room = before
+    ids = [(20 + 7 * at) % vocab for at in range(self_check.SAMPLE_TOKENS)]
+    set_kv_form(model, None)
+    if bits:
+        quantize_kv(model, {"num_attention_heads": model.args.num_attention_heads}, bits, ids, in_group=False)
+    return self_check.choose(model, ids, "auto").attention
 
 
 def random_model(name: str, dtype: str) -> tuple[Any, int]:
@@ -334,9 +229,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("geometry", nargs="?", default="50m", choices=[*models.GEOMETRIES])
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--what", type=lambda text: text.split(","), default=["steps", "blocks", "stall", "short"])
-    parser.add_argument("--rows", type=numbers, default=[1, 8, 32])
-    parser.add_argument("--context", type=numbers, default=[500, 4000], help="tokens of the longest row")
+    parser.add_argument("--what", type=lambda text: text.split(","), default=["stall", "short"])
     parser.add_argument("--long", type=int, default=4000, help="tokens of the long prompt")
     parser.add_argument("--clients", type=numbers, default=[8, 32])
     parser.add_argument("--requests", type=int, default=5, help="of each client, after its first")

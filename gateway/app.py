@@ -1,34 +1,44 @@
 """The two ASGI apps: the public one over TCP, the admin one over a unix socket."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from starlette.routing import Route, Router
+import httpx
+from starlette.routing import Route, Router, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api import routes
+from gateway.api.batches import batch_control
+from gateway.api.batches.batches import Batches
 from gateway.api.common.catalog import Catalog
+from gateway.api.decisions.openai import decisions
 from gateway.api.openai.chat import ChatCompletions
 from gateway.api.openai.embeddings import Embeddings
 from gateway.api.parts import HandlerEndpoint, Parts
 from gateway.api.responses.endpoints import Responses
+from gateway.api.responses.socket_turn import PATH as RESPONSES
 from gateway.api.system import health
+from gateway.api.system.warm_up import WarmUp
 from gateway.config.origins import is_loopback
 from gateway.config.settings import Config
 from gateway.control import adapter_endpoints, endpoints, requests
 from gateway.control.commands import AuditedCommand
+from gateway.disk import SYSTEM_DISK, Disk
+from gateway.http.websocket import WebSocketRules
 from gateway.link.link import WorkerLink
-from gateway.middleware.auth import Auth
+from gateway.middleware.auth import Auth, BatchClient, TrustedClient
 from gateway.middleware.cors import Cors
 from gateway.middleware.entry import EntryMiddleware
-from gateway.middleware.socket_auth import TrustedClient
 from gateway.reload import Reloader
 from gateway.remote.peer_api import peer_requests
 from gateway.services import Services, SpanTracer
+from gateway.single_thread import MakeThread, single_thread
 from gateway.telemetry.metrics import Metrics
 from gateway.web.backend import Backend
 from gateway.web.site import Site
 from gateway.workers.pool.pool import AppliedConfig, Pool
+from gateway.workers.supervisor.state import State
 
 
 class App:
@@ -42,30 +52,97 @@ class App:
         metrics: Metrics,
         *,
         clock: Callable[[], float] = time.perf_counter,
+        wall: Callable[[], float] = time.time,
+        make_thread: MakeThread = single_thread,
+        disk: Disk = SYSTEM_DISK,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """Make the app. Raises `KeysUnusable` and `CertificateUnusable`."""
-        self.services = Services.make(config, pool, link, metrics, _tracer(config.server.otlp_endpoint), clock)
+        """Make the app. Raises `KeysUnusable` and `CertificateUnusable`.
+
+        `clock` measures requests. `wall` measures background responses, which a later daemon may resume.
+        `transport` replaces the connections to peers and upstreams.
+        """
+        tracer = _tracer(config.server.otlp_endpoint)
+        self.services = Services.make(config, pool, link, metrics, tracer, clock, make_thread, disk, transport)
         self.backend = Backend(self.services)
-        self._responses = Responses(self.services, config)
-        parts = Parts(self.services, Catalog(self.services), self._responses, self.backend.downloads)
+        self._responses = Responses(self.services, config, wall, make_thread, disk)
+        self.batches = Batches(self.services, config, wall, make_thread, disk)
+        self.warm_up = WarmUp(self.services)
+        pool.on_state = self._on_state
+        parts = Parts(self.services, Catalog(self.services), self._responses, self.backend.downloads, self.batches)
         self.routes = [*routes.routes(parts), *peer_requests.routes(self.services)]
-        router = Router(self.routes, redirect_slashes=False)
-        self._entry = EntryMiddleware(_guarded(router, self.services, self.backend), self.services, is_public=True)
+        sockets = [WebSocketRoute(RESPONSES, HandlerEndpoint(Responses.connect, self._responses))]
+        router = Router([*self.routes, *sockets], redirect_slashes=False)
+        self._batched = EntryMiddleware(BatchClient(router), self.services, is_public=True)
+        guarded = _guarded(router, self.services, self.backend)
+        self._entry = EntryMiddleware(guarded, self.services, is_public=True, unversioned=routes.UNVERSIONED)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._entry(scope, receive, send)
 
+    @property
+    def websockets(self) -> WebSocketRules:
+        """Rules of the public listener's WebSockets."""
+        services = self.services
+        paths = (RESPONSES, RESPONSES.removeprefix("/v1"))
+        return WebSocketRules(
+            frozenset(path.encode() for path in paths),
+            lambda: services.config.server.max_body_bytes,
+            services.bodies.lease,
+        )
+
     async def start(self) -> None:
-        """Resume the background responses of an earlier daemon. Call it after the pool has started, before serving."""
+        """Resume the background responses and batches of an earlier daemon. Call it after the pool has started, before
+        serving.
+        """
         await self._responses.resume()
+        await self.batches.start(self._batched)
+
+    def _on_state(self, model: str, state: State) -> None:
+        self.services.next_turns.on_state(model, state)
+        self.warm_up.on_state(model, state)
 
     def drain(self) -> None:
-        """Refuse new generations with status 503. `/readyz` then answers 503 too."""
+        """Refuse new generations with status 503. `/readyz` then answers 503 too. WebSockets are closed when their
+        responses have ended.
+        """
         self.services.admission.is_draining = True
+        self.warm_up.stop()
+        self.services.next_turns.stop()
+        self.batches.leave()
+        self._responses.drain()
 
     def leave(self) -> None:
         """Leave background responses to the next daemon, which resumes them. Call it after `drain`."""
         self._responses.leave()
+
+    async def stop(self, drain_s: float) -> None:
+        """Let running requests finish until the deadline, and stop the workers. Call it after `drain`."""
+        services = self.services
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(services.pool.stop(drain_s))
+            tasks.create_task(self._drain_elsewhere(drain_s))
+
+    async def _drain_elsewhere(self, drain_s: float) -> None:
+        """Let answers that come from other machines finish until the deadline."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.services.fleet.drain(drain_s))
+            tasks.create_task(self.services.upstreams.drain(drain_s))
+
+    async def hand_over(self, drain_s: float, impatience: asyncio.Task[object]) -> None:
+        """Let running requests finish until the deadline or the end of `impatience`, and leave the workers and the
+        background responses to the next daemon. Call it after `drain`.
+        """
+        services = self.services
+        self.leave()
+        # Answers that come from other machines must finish first, because only this process can relay them to clients.
+        elsewhere = asyncio.create_task(self._drain_elsewhere(drain_s))
+        try:
+            await services.pool.release(drain_s, impatience)
+            await asyncio.wait({impatience, elsewhere}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            impatience.cancel()
+            elsewhere.cancel()
 
     def apply(self, config: Config) -> AppliedConfig:
         """Apply a configuration immediately. Running requests keep the settings with which they began."""
@@ -85,6 +162,7 @@ class App:
     def close(self) -> None:
         """Finish writing files. No method may be called after this."""
         self._responses.close()
+        self.batches.close()
         self.services.close()
 
 
@@ -126,10 +204,12 @@ def admin_routes(
     return [
         *endpoints.routes(services, reloader, url, drain),
         *requests.routes(services),
+        *batch_control.routes(public.batches),
         *adapter_endpoints.routes(services, reloader),
         *public.backend.entrance.socket_routes(lambda: url),
         Route("/healthz", HandlerEndpoint(health.health, services), methods=["GET"]),
-        # `mlxctl chat` and `bench` need no key, because the owner of the socket owns the models.
+        # `mlxctl chat`, `bench` and `decide` need no key, because the owner of the socket owns the models.
         Route("/v1/chat/completions", ChatCompletions(services), methods=["POST"]),
         Route("/v1/embeddings", Embeddings(services), methods=["POST"]),
+        Route("/v1/decisions", HandlerEndpoint(decisions, services), methods=["POST"]),
     ]

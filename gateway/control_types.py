@@ -162,7 +162,7 @@ class ModelRef(Struct, frozen=True, forbid_unknown_fields=True):
 class PlaceView(Struct, frozen=True):
     """A daemon that could serve a request: a peer, or this daemon, whose name is empty. Times are in seconds.
 
-    `objection` says why the daemon is not eligible. The numbers are 0 if there is an objection.
+    `ineligibility` says why the daemon is not eligible; the numbers are then 0.
     """
 
     name: str
@@ -172,7 +172,7 @@ class PlaceView(Struct, frozen=True):
     load_s: float = 0.0
     prefill_rate: float = 0.0
     cost_s: float = 0.0
-    objection: str = ""
+    ineligibility: str = field(default="", name="objection")
     is_chosen: bool = False
 
 
@@ -209,9 +209,7 @@ class DrainResult(Struct, frozen=True):
 
 
 class KeyUsage(Struct, frozen=True):
-    """Usage of one API key. `rejections` maps reasons to counts; `last_used` is a Unix time, or 0 if the key was never
-    used.
-    """
+    """Usage of one API key. `rejections` maps reasons to counts; `last_used` is a Unix time, or 0 before the first."""
 
     name: str
     requests: int
@@ -223,9 +221,7 @@ class KeyUsage(Struct, frozen=True):
 
 
 class UsageReport(Struct, frozen=True):
-    """Usage of all API keys. `since` is the Unix time when counting began; `failures` counts requests without a valid
-    key.
-    """
+    """Usage of all API keys since a Unix time. `failures` counts requests without a valid key."""
 
     since: float
     keys: list[KeyUsage]
@@ -271,6 +267,65 @@ class RequestView(Struct, frozen=True, kw_only=True):
     ttft_s: float | None
     # Prompt tokens that are in the KV cache, including those that were cached before; 0 before prefill.
     prefilled_tokens: int = 0
+    # Estimated rest of the prefill, at the request's own speed; null if unknown.
+    prefill_left_s: float | None = None
+
+
+class RequestTiming(Struct, frozen=True, kw_only=True):
+    """Times of a request in milliseconds, and what they were spent on. Of several sequences, the longest times count.
+
+    `load_ms` is any wait for the model, `queue_ms` the wait in its worker. `paused_ms` is the part of the later phases
+    in which the sequence was preempted or waited for its grammar, `rested_ms` that in which the worker was throttled.
+    """
+
+    total_ms: float = 0.0
+    ttft_ms: float | None = None
+    load_ms: float = 0.0
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    paused_ms: float = 0.0
+    rested_ms: float = 0.0
+    prompt_tokens: int = 0
+    # Prompt tokens from the prefix cache, and those of them that were read from disk.
+    cached_tokens: int = 0
+    restored_tokens: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    # Tokens of drafts, and those that were accepted.
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    preemptions: int = 0
+    grammar_waits: int = 0
+    # Number of workers that were lost while they had the request.
+    resumes: int = 0
+
+
+class SlowCause(Struct, frozen=True):
+    """Why a request took this time: a code for programs, the time in milliseconds (0 if unknown), and a sentence."""
+
+    code: str
+    ms: float
+    text: str
+    tokens: int = 0
+
+
+class RequestWhy(Struct, frozen=True, kw_only=True):
+    """Explanation of a request that has ended, the worst cause first. `at` is the Unix time of its arrival.
+
+    `compared` is the id of the earlier request with which the prompt was compared, or empty.
+    """
+
+    id: str
+    answer_id: str
+    model: str
+    key: str | None
+    path: str
+    at: float
+    outcome: str
+    timing: RequestTiming
+    causes: list[SlowCause]
+    compared: str = ""
 
 
 class CapturedLine(Struct, frozen=True, kw_only=True):
@@ -302,6 +357,27 @@ class CancelResult(Struct, frozen=True):
     """Id of the cancelled request."""
 
     id: str
+
+
+class BatchView(Struct, frozen=True, kw_only=True):
+    """One batch. `model` is empty if its requests name several. `failed` counts the requests without an answer too."""
+
+    id: str
+    key: str | None
+    model: str
+    endpoint: str
+    state: str
+    total: int
+    succeeded: int
+    failed: int
+    age_s: float
+    expires_in_s: float
+
+
+class BatchViews(Struct, frozen=True):
+    """Batches of all keys, the oldest first."""
+
+    batches: list[BatchView]
 
 
 class CapturedRequest(CapturedLine, frozen=True, kw_only=True):
@@ -339,9 +415,7 @@ class Probe(Struct, frozen=True):
 
 
 class DeepHealth(Struct, frozen=True):
-    """Result of all probes. `status` is `healthy` if each succeeded, and `draining` if none was sent because the daemon
-    drains.
-    """
+    """Result of all probes. `status` is `healthy` if each succeeded, and `draining` while the daemon drains."""
 
     status: str
     models: list[Probe] = []

@@ -79,8 +79,9 @@ class Daemon:
             close_all(self._public_sockets)
             raise
         owners = admin_connections(live, metrics)
-        protocols = listener_protocol(clients, self._app.services.tls), listener_protocol(owners, None)
-        self._servers = [_Server(_settings(*each)) for each in zip((self._app, admin), protocols, strict=True)]
+        public = listener_protocol(clients, self._app.services.tls, self._app.websockets)
+        protocols = public, listener_protocol(owners, None)
+        self._servers = [_Server(server_settings(*each)) for each in zip((self._app, admin), protocols, strict=True)]
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         # The deadline of the drain command in seconds; None if the command gave none.
         self._drain_s: float | None = None
@@ -150,7 +151,7 @@ class Daemon:
         backend = self._app.backend
         if sys.stderr.isatty() and self._app.services.config.ui.admin != "off":
             link = f"{from_here(self.url)}/ui/#code={backend.gate.sessions.make_code()}"
-            # One write, because a thread writes the log to the same terminal.
+            # The text is one write, because a thread writes the log to the same terminal.
             text = f"Open the page within a minute, or later with 'mlxctl ui':\n  {link}\n"
             print(text, end="", file=sys.stderr, flush=True)
 
@@ -181,7 +182,7 @@ class Daemon:
             outcome = "internal"
             self._app.services.metrics.unhandled_errors += 1
             log.exception("the configuration could not be reloaded")
-        # The sender of a signal is unknown.
+        # The sender of a signal is unknown, so the entry has no actor.
         self._app.services.audit.record(
             entry("config.reload", outcome=outcome, client="signal", actor=AuditActor(), facts=facts)
         )
@@ -194,10 +195,7 @@ class Daemon:
         impatience = asyncio.create_task(self._hurry())
         overdue = asyncio.get_running_loop().call_later(drain_s, self._count_cut_off, _RUNNING)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._pool.stop(drain_s))
-                tasks.create_task(self._app.services.fleet.drain(drain_s))
-                tasks.create_task(self._app.services.upstreams.drain(drain_s))
+            await self._app.stop(drain_s)
         finally:
             impatience.cancel()
             overdue.cancel()
@@ -215,17 +213,7 @@ class Daemon:
         drain_s = self._app.services.config.server.drain_s
         log.info("handing over within %g s: no new requests, workers keep running; a signal ends the wait", drain_s)
         self._app.drain()
-        self._app.leave()
-        impatience = asyncio.create_task(self._next_end())
-        services = self._app.services
-        # Answers that come from other machines must finish first, because only this process can relay them to clients.
-        elsewhere = asyncio.gather(services.fleet.drain(drain_s), services.upstreams.drain(drain_s))
-        try:
-            await self._pool.release(drain_s, impatience)
-            await asyncio.wait({impatience, elsewhere}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            impatience.cancel()
-            elsewhere.cancel()
+        await self._app.hand_over(drain_s, asyncio.create_task(self._next_end()))
         for server in self._servers:
             server.should_exit = True
         log.info("mlxd has handed over")
@@ -264,7 +252,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _settings(app: object, protocol: Callable[..., asyncio.Protocol]) -> uvicorn.Config:
+def server_settings(app: object, protocol: Callable[..., asyncio.Protocol]) -> uvicorn.Config:
+    """Return uvicorn's settings for one of the daemon's two servers."""
     return uvicorn.Config(
         app,  # type: ignore[arg-type]  # uvicorn's own ASGI types are narrower than starlette's
         loop="uvloop",

@@ -74,6 +74,16 @@ class Unsupported(BadRequest):
         super().__init__(message, param, "unsupported_parameter")
 
 
+class UpgradeRequired(ApiError):
+    """Answer to a WebSocket handshake on a path without WebSockets, or that is not valid. Codex falls back to
+    server-sent events at once on this status alone.
+    """
+
+    def __init__(self) -> None:
+        message = "No WebSocket can be opened here: send the request over HTTP/1.1."
+        super().__init__(426, message, code="upgrade_required")
+
+
 def missing_parameter(param: str) -> BadRequest:
     """Return the error of a request without a required parameter."""
     return BadRequest(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
@@ -266,13 +276,15 @@ def openai_body(error: ApiError) -> bytes:
 
 
 def error_headers(error: ApiError) -> list[tuple[bytes, bytes]]:
-    """Return the headers of an error: `www-authenticate` for a 401, or Retry-After in seconds, rounded up, if a retry
-    can help.
+    """Return the headers of an error: `www-authenticate` for a 401, the protocol to use for a 426, or Retry-After in
+    seconds, rounded up, if a retry can help.
 
     SDKs retry a 429 unless `x-should-retry` is false. It is false if a budget is spent for hours or days.
     """
     if error.status == 401:
         return [(b"www-authenticate", b'Bearer realm="mlxd"')]
+    if isinstance(error, UpgradeRequired):
+        return [(b"upgrade", b"HTTP/1.1"), (b"connection", b"upgrade")]
     if error.retry_after_s <= 0:
         return []
     headers = [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]

@@ -16,6 +16,7 @@ from typing import Final
 import uvloop
 
 from gateway.access.key_file import KeysUnusable, has_keys
+from gateway.api.openai.warm_prompts import check_warm_prompts
 from gateway.config.certificate import CertificateUnusable
 from gateway.config.load import load_config
 from gateway.config.settings import Config, ConfigError
@@ -28,7 +29,7 @@ from gateway.telemetry.log_file import RotatingFile
 from gateway.telemetry.logs import LEVELS, LogSinks
 from gateway.workers.supervisor.spawn import Command, default_command
 from protocol import __version__
-from protocol.sockets import PathTooLong
+from protocol.sockets import PathTooLong, check_path
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,11 @@ def run(
 ) -> int:
     """Serve until stopped, as `mlxd` and `mlxctl serve` do. Returns the exit status."""
     home = default_home()
-    return serve(lambda: load_config(home, config, host=host, port=port, log_level=log_level, has_keys=has_keys))
+    return serve(
+        lambda: check_warm_prompts(
+            load_config(home, config, host=host, port=port, log_level=log_level, has_keys=has_keys)
+        )
+    )
 
 
 def serve(read: Callable[[], Config], *, command: Command = default_command) -> int:
@@ -76,6 +81,7 @@ def serve(read: Callable[[], Config], *, command: Command = default_command) -> 
         return _refuse(str(error), DaemonExit.BAD_CONFIG)
     try:
         with RunDir(config.home), _logs(config):
+            check_path(config.admin_socket)
             raise_file_limit()
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(_serve(config, read, command))

@@ -135,7 +135,7 @@ def changes(old: Config, new: Config) -> Iterator[str]:
     """Yield the keys with different values, such as `server.drain`. Models are compared only if both configurations
     have them.
     """
-    for name in ("server", "memory", "media", "audio", "ui"):
+    for name in ("server", "memory", "media", "audio", "batches", "ui"):
         yield from _differences(getattr(old, name), getattr(new, name), name)
     for table in ("peers", "upstreams"):
         before_all, after_all = getattr(old, table), getattr(new, table)

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import httpx
+
 from gateway.access.audit_log import Audit
 from gateway.access.audit_trail import AuditTrail
 from gateway.access.key_addresses import KeyAddresses
@@ -15,21 +17,27 @@ from gateway.access.unauthenticated import LogSample, Throttle
 from gateway.access.usage import UsageFile
 from gateway.config.periods import zone_of
 from gateway.config.settings import Config, ModelConfig
+from gateway.disk import SYSTEM_DISK, Disk
 from gateway.http.capture import Captures
 from gateway.http.tls import Tls
 from gateway.link.link import WorkerLink
 from gateway.media.in_flight_bytes import InFlightBytes
+from gateway.media.pdf_reader import PdfReader
 from gateway.media.resolve import Fetch, bounded, fetch_public
 from gateway.remote.peers.fleet import Fleet
 from gateway.remote.peers.placement import CandidatePlace
-from gateway.remote.peers.upstream_client import Clients
+from gateway.remote.upstreams.upstream_client import Clients
 from gateway.request.admission import Admission
+from gateway.request.batch_gate import BatchGate
 from gateway.request.body_memory import Bodies, memory_bytes, share_bytes
 from gateway.request.in_flight import Requests
 from gateway.request.model_load import LoadMeter
+from gateway.request.next_turns import NextTurns
+from gateway.request.recent_requests import RecentRequests
 from gateway.request.record import RequestRecord
 from gateway.request.routing import LiveConfig
 from gateway.request.runtime import Runtime
+from gateway.single_thread import MakeThread, single_thread
 from gateway.state_dir.home_paths import audit_path
 from gateway.task_set import TaskSet
 from gateway.telemetry.metrics import Metrics
@@ -54,6 +62,7 @@ class Services(Runtime):
     media: InFlightBytes
     # `fetch` gets an image, video or audio by its URL.
     fetch: Fetch
+    pdfs: PdfReader
     keyring: Keyring
     audit: AuditTrail
     addresses: KeyAddresses
@@ -67,7 +76,8 @@ class Services(Runtime):
     # `meter` measures the load of this daemon's models. Peers use it to choose a daemon.
     meter: LoadMeter
     upstreams: Clients
-    # Clock of requests and of limits of rates.
+    batch_gate: BatchGate
+    # Clock for requests and rate limits.
     clock: Callable[[], float]
 
     @classmethod
@@ -79,23 +89,19 @@ class Services(Runtime):
         metrics: Metrics,
         tracer: SpanTracer | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        make_thread: MakeThread = single_thread,
+        disk: Disk = SYSTEM_DISK,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> "Services":
         """Make the services for a configuration. Raises `KeysUnusable` and `CertificateUnusable`."""
-        metrics.declare(config.models)
-        metrics.unacked_aborts = lambda: link.unacked_aborts
         live = LiveConfig(config)
-        metrics.has_vllm_names = lambda: live.config.server.metrics_compat == "vllm"
-        trail = AuditTrail(Audit(config.home))
-        metrics.audit_lines_lost = lambda: trail.lost
-        ledger = Ledger(
-            config.ledger_dir,
-            lambda: zone_of(live.config.server.time_zone),
-            lambda: live.config.server.usage_months,
-        )
+        trail = AuditTrail(Audit(config.home, disk=disk), make_thread)
+        _show(metrics, live, link, trail)
+        ledger = _ledger(live, disk)
         keyring = Keyring(KeyFile(config.keys_path), metrics, clock, ledger=ledger)
         admission, requests, tasks = Admission(metrics.rejected, clock), Requests(), TaskSet(metrics.unhandled_error)
         meter = LoadMeter(pool, requests, admission, metrics)
-        fleet = Fleet(config, pool, link, metrics, tasks, lambda model: _here(meter, model))
+        fleet = Fleet(config, pool, link, metrics, tasks, lambda model: _here(meter, model), clock, transport)
         live.find_at_peers(fleet.find)
         metrics.loads = lambda: [(model.name, *_loads(meter, model)) for model in live.config.models.values()]
         bodies = Bodies(
@@ -112,20 +118,24 @@ class Services(Runtime):
             admission=admission,
             fleet=fleet,
             meter=meter,
-            upstreams=Clients(),
+            upstreams=Clients(transport),
+            batch_gate=BatchGate(admission, pool, clock=clock),
             clock=clock,
             bodies=bodies,
             media=media,
             fetch=bounded(fetch_public(), media.numbers),
+            pdfs=PdfReader(),
             keyring=keyring,
             audit=trail,
             addresses=KeyAddresses(trail, audit_path(config.home), keyring.prefixes),
             throttle=Throttle(lambda: live.config.server, clock),
             sample=LogSample(clock),
             requests=requests,
+            recent=RecentRequests(),
             captures=Captures(config.capture_dir, lambda: live.config.server),
-            usage=UsageFile(config.usage_path, metrics, meters=keyring.meters),
+            usage=UsageFile(config.usage_path, metrics, meters=keyring.meters, disk=disk),
             ledger=ledger,
+            next_turns=NextTurns(live, pool, link, metrics),
             tracer=tracer,
             tls=Tls(config.server.tls, metrics) if config.server.tls.certificate else None,
             tasks=tasks,
@@ -141,6 +151,24 @@ class Services(Runtime):
         self.audit.close()
         if self.tracer is not None:
             self.tracer.close()
+
+
+def _show(metrics: Metrics, live: LiveConfig, link: WorkerLink, trail: AuditTrail) -> None:
+    """Let the metrics show what others count."""
+    metrics.declare(live.config.models)
+    metrics.unacked_aborts = lambda: link.unacked_aborts
+    metrics.has_vllm_names = lambda: live.config.server.metrics_compat == "vllm"
+    metrics.audit_lines_lost = lambda: trail.lost
+
+
+def _ledger(live: LiveConfig, disk: Disk) -> Ledger:
+    """Return the usage of keys by month, in the time zone and for the months of the current configuration."""
+    return Ledger(
+        live.config.ledger_dir,
+        lambda: zone_of(live.config.server.time_zone),
+        lambda: live.config.server.usage_months,
+        disk=disk,
+    )
 
 
 def _here(meter: LoadMeter, model: ModelConfig) -> CandidatePlace:

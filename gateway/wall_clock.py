@@ -1,4 +1,5 @@
-"""Wall clock for the ages of stored files. After a jump forward, it waits for a time before it follows."""
+"""Wall clock for the ages of stored files. After a jump forward of the system's clock, it follows only after a
+while."""
 
 import time
 from collections.abc import Callable

@@ -71,9 +71,10 @@ def pack(requests: Sequence[Generate]) -> list[Generate]:
 
 
 def prompt_bytes(request: Generate) -> int:
-    """Return the size of a request's prompt in its frame."""
+    """Return the size of a request's prompt and questions in its frame."""
     prompt = cast(Prompt | Raw, request.prompt)
-    return len(memoryview(prompt)) if isinstance(prompt, Raw) else len(_encode(prompt))
+    asked = sum(len(question.text.encode()) for question in request.questions)
+    return asked + (len(memoryview(prompt)) if isinstance(prompt, Raw) else len(_encode(prompt)))
 
 
 def decode(decoder: "msgspec.msgpack.Decoder[T]", frame: bytes) -> T:

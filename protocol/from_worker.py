@@ -1,6 +1,6 @@
 """Messages from a worker to its gateway. Fields and tags follow the rules of `to_worker`."""
 
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 
 import msgspec
 
@@ -57,8 +57,8 @@ class Loading(msgspec.Struct, frozen=True, array_like=True, tag=33):
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
     """Message that the model is loaded and warm.
 
-    `modalities` lists those of `image`, `video` and `audio` that prompts may contain. `kind` is one of
-    `protocol.kinds`; empty from older workers, which generate text.
+    `modalities` contains each of `image`, `video` and `audio` that prompts may have. `kind` is one of `protocol.kinds`;
+    it is empty if the worker is of an older version, which only generates text.
     """
 
     epoch: int
@@ -167,6 +167,17 @@ class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     accepted: int = 0
     # Number of prompt tokens that a sparse prefill kept; 0 without a sparse prefill.
     kept: int = 0
+    # Number of the cached tokens that were read from disk.
+    restored: int = 0
+    # Numbers of all drafted tokens, and of those that were accepted.
+    drafted: int = 0
+    drafts_accepted: int = 0
+    # How often the sequence was preempted for memory, and how often it waited for its grammar, and the time in both.
+    preemptions: int = 0
+    grammar_waits: int = 0
+    paused_ms: float = 0.0
+    # Time in which the worker left the GPU to the display while the sequence was there.
+    rested_ms: float = 0.0
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -183,10 +194,11 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     `token_ids` are the sampled ids of the text so far: a successor that gets their concatenation as `Generate.resume`
     continues with exactly the next character. With `finish`, `usage` is set and, for ERROR, `failure`. `data` is the
     whole answer to an `EmbedPrompt` or a `ScorePrompt`, in the delta that ends the sequence: float32 numbers,
-    little-endian, one vector after another, or one score per pair. For a `SpeechPrompt`, `data` is the next part of the
-    audio file; for a `TranscribePrompt`, it is a `TranscriptPart`. For both audio prompts, `token_ids` are those of
-    `text`, or `SPOKEN_TOKENS_PER_S` zeros per second: a successor computes everything again, and omits the output that
-    `Generate.resume` covers.
+    little-endian, one vector after another, or one score per pair. For `questions`, it precedes that delta: one
+    log-probability per label, NaN for the labels of a question that does not fit the context. For a `SpeechPrompt`,
+    `data` is the next part of the audio file; for a `TranscribePrompt`, it is a `TranscriptPart`. For both audio
+    prompts, `token_ids` are those of `text`, or `SPOKEN_TOKENS_PER_S` zeros per second: a successor computes everything
+    again, and omits the output that `Generate.resume` covers.
     """
 
     rid: int
@@ -218,14 +230,15 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=37):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=38):
-    """Number of prompt tokens processed so far, `cached` of which came from the cache. Also a keep-alive during
-    prefill.
+    """Number of prompt tokens processed so far, `cached` of which came from the cache, `elapsed_ms` after the prefill
+    began. Also a keep-alive during prefill.
     """
 
     rid: int
     processed: int
     total: int
     cached: int = 0
+    elapsed_ms: int = 0
 
 
 class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag=44):
@@ -235,6 +248,75 @@ class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag=44):
     count: int
     ids: tuple[int, ...] = ()
     text: str = ""
+
+
+class MissCode(StrEnum):
+    """Cause for which tokens of a prompt were not taken from the prefix cache.
+
+    The first codes name what was different in the text, the others what became of the KV of equal text.
+    """
+
+    SYSTEM = "system_changed"
+    TOOLS = "tools_changed"
+    TOOL_ORDER = "tools_reordered"
+    SETTINGS = "settings_changed"
+    MESSAGE = "message_changed"
+    DATE = "date_changed"
+    MEDIA = "media_changed"
+    # The template, or the client, left out the reasoning of an earlier answer.
+    THOUGHTS = "thoughts_dropped"
+    THOUGHTS_UNSENT = "thoughts_not_sent"
+    TRUNCATED = "turns_truncated"
+    TEMPLATE = "template_changed"
+    TEXT = "text_changed"
+    SALT = "other_key"
+    ADAPTER = "adapter_changed"
+    EVICTED = "evicted"
+    MEMORY = "memory_shrank"
+    TOO_LARGE = "too_large"
+    CHECKPOINT = "no_checkpoint"
+    DISK = "disk_failed"
+    SCORED = "prompt_scored"
+    SPARSE = "sparse_prefill"
+    NOT_STORED = "not_stored"
+    OFF = "cache_off"
+    NEW = "new_prompt"
+
+
+class MissCause(msgspec.Struct, frozen=True, array_like=True):
+    """One cause of a miss, the number of `tokens` that it cost, and the position `at` of the first of them.
+
+    `code` is a `MissCode`. What differs is in message `message` of this role (-1 if unknown): `old` and `new` are
+    excerpts of both texts, or hashes of them. `by` is the rid of the request for which KV was evicted `ago_s` before.
+    """
+
+    code: str
+    tokens: int
+    at: int = 0
+    message: int = -1
+    role: str = ""
+    old: str = ""
+    new: str = ""
+    by: int = 0
+    ago_s: float = 0.0
+
+
+class Explained(msgspec.Struct, frozen=True, array_like=True, tag=46):
+    """Answer to `Explain`. With `prompt` 0 the worker does not know the request any more.
+
+    Of the `prompt` tokens `reused` came from the cache, `restored` of them from disk. `other` is the rid of the
+    request that was compared, which arrived `age_s` earlier and whose text begins with the same `common` tokens; 0 if
+    there is none.
+    """
+
+    rid: int
+    prompt: int = 0
+    reused: int = 0
+    restored: int = 0
+    common: int = 0
+    other: int = 0
+    age_s: float = 0.0
+    causes: tuple[MissCause, ...] = ()
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=40):
@@ -272,5 +354,17 @@ class AdaptersSet(msgspec.Struct, frozen=True, array_like=True, tag=45):
 
 
 Up = (
-    Hello | Loading | Ready | Accepted | Rejected | Step | Progress | Tokenized | Pong | Drained | Goodbye | AdaptersSet
+    Hello
+    | Loading
+    | Ready
+    | Accepted
+    | Rejected
+    | Step
+    | Progress
+    | Tokenized
+    | Pong
+    | Drained
+    | Goodbye
+    | AdaptersSet
+    | Explained
 )

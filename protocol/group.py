@@ -35,7 +35,8 @@ class JoinGroup(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Message of a follower that has started.
 
     `form` is a digest of its model's files and of settings that affect results. `links` are the addresses `ip:port`
-    where the follower will listen for a ring; `devices` are its RDMA devices by rank.
+    where the follower will listen for a ring; `devices` are the RDMA devices that connect its host to each rank,
+    indexed by rank.
     """
 
     epoch: int
@@ -52,7 +53,7 @@ class JoinGroup(msgspec.Struct, frozen=True, array_like=True, tag=1):
 class StartLoading(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Command to connect by `backend` and to load, sent once all followers have joined.
 
-    `links`, and `split` (numbers of layers), are indexed by rank.
+    `links` has the addresses of each rank, and `split` its number of layers; both are indexed by rank.
     """
 
     backend: str
@@ -85,11 +86,19 @@ class BeginGroup(msgspec.Struct, frozen=True, array_like=True, tag=16):
     needs_checkpoints: bool
 
 
+class RowQuestion(msgspec.Struct, frozen=True, array_like=True):
+    """Question behind a row's prompt: its tokens, to the end of the whole prompt, and the tokens of each label."""
+
+    tokens: list[int]
+    labels: list[list[int]]
+
+
 class InsertRow(msgspec.Struct, frozen=True, array_like=True, tag=17):
     """Operation: add a row.
 
     Rank 0 found the row's first `reused` tokens in its prefix cache; followers must find them too. `top` is the number
-    of top tokens per position of the row's prompt; None if the prompt is not scored.
+    of top tokens per position of the row's prompt; None if the prompt is not scored. `questions` are those that the row
+    has left, and `slices` the ends of the slices of its prompt.
     """
 
     rid: int
@@ -102,6 +111,8 @@ class InsertRow(msgspec.Struct, frozen=True, array_like=True, tag=17):
     boundaries: list[int] = []
     salt: str = ""
     top: int | None = None
+    questions: list[RowQuestion] = []
+    slices: list[int] = []
 
 
 class RemoveRow(msgspec.Struct, frozen=True, array_like=True, tag=18):

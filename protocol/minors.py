@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from protocol.prompts import ChatPrompt, EmbedPrompt, Prompt, ScorePrompt, TextPrompt
+from protocol.prompts import ChatPrompt, EmbedPrompt, NextTurnPrompt, Prompt, ScorePrompt, TextPrompt
 from protocol.to_worker import Generate, Sampling
 
 MAJOR: Final = 1
@@ -26,6 +26,7 @@ SINCE: Final[dict[type[msgspec.Struct], dict[str, int]]] = {
             "cuts_tokens",
             "prompt_ids",
             "prompt_logprobs",
+            "questions",
         ),
         1,
     ),
@@ -53,8 +54,12 @@ SET_PACE_MINOR: Final = 1
 PROMPT_LOGPROBS_MINOR: Final = 1
 # Minor version that added `EmbedPrompt` and `ScorePrompt`.
 EMBEDDING_MINOR: Final = 1
+# Minor version that added `NextTurnPrompt`.
+NEXT_TURN_MINOR: Final = 1
 # Minor version that added `SetAdapters`.
 SET_ADAPTERS_MINOR: Final = 1
+# Minor version that added `Explain`.
+EXPLAIN_MINOR: Final = 1
 
 _DEFAULTS: Final[dict[type[msgspec.Struct], dict[str, Any]]] = {
     struct: {field.name: field.default for field in msgspec.structs.fields(struct)} for struct in SINCE
@@ -68,6 +73,8 @@ def unknown_field(request: Generate, minor: int) -> str | None:
             return name
     if minor < PROMPT_LOGPROBS_MINOR and request.echo and request.top_logprobs is not None:
         return "logprobs of the prompt"
+    if minor < NEXT_TURN_MINOR and isinstance(request.prompt, NextTurnPrompt):
+        return "prompts of next turns"
     return None
 
 

@@ -43,7 +43,7 @@ def weights_digest(folder: Path) -> str:
     return digest(*((file.name, _content(file)) for file in sorted(folder.glob("model*.safetensors"))))
 
 
-class _Tensor(msgspec.Struct, frozen=True):
+class _TensorSpan(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int]
 
 
@@ -77,6 +77,6 @@ def _header(descriptor: int, size: int) -> bytes:
     return os.pread(descriptor, length, 8)
 
 
-def _tensors(header: bytes) -> list[_Tensor]:
+def _tensors(header: bytes) -> list[_TensorSpan]:
     table = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-    return [msgspec.json.decode(raw, type=_Tensor) for name, raw in table.items() if name != "__metadata__"]
+    return [msgspec.json.decode(raw, type=_TensorSpan) for name, raw in table.items() if name != "__metadata__"]

@@ -27,7 +27,7 @@ class PeerRequest(msgspec.Struct, frozen=True, array_like=True):
 
     model: str
     generates: list[Generate] = []
-    question: Tokenize | Detokenize | None = None
+    call: Tokenize | Detokenize | None = None
 
 
 class PeerAlive(msgspec.Struct, frozen=True, array_like=True, tag=64):
@@ -89,10 +89,10 @@ def decode_status(data: bytes) -> PeerStatus:
     return decode(_statuses, data)
 
 
-def encode_request(model: str, generates: list[bytes], question: bytes = b"") -> bytes:
+def encode_request(model: str, generates: list[bytes], call: bytes = b"") -> bytes:
     """Encode a request from encoded messages."""
     raw = [msgspec.Raw(frame) for frame in generates]
-    return _encoder.encode((model, raw, msgspec.Raw(question) if question else None))
+    return _encoder.encode((model, raw, msgspec.Raw(call) if call else None))
 
 
 def decode_request(data: bytes) -> PeerRequest:

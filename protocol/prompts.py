@@ -77,8 +77,8 @@ class EmbedPrompt(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
     `prompt_name` is one of the model's prompts, written before each text. With `is_query` or `is_document` and no name,
     the model's prompt for queries or documents is used, if the model has one. `dimensions` 0 means all. `truncate` is
-    the maximum number of tokens of an input, the rest of which is cut off: 0 refuses longer inputs, -1 is the model's
-    own limit.
+    the number of tokens to which a longer input is cut; with 0, an input beyond the model's limit is refused, with -1
+    it is cut to that limit.
     """
 
     inputs: tuple[str | tuple[int, ...], ...]
@@ -92,9 +92,9 @@ class EmbedPrompt(msgspec.Struct, frozen=True, array_like=True, tag=4):
 class ScorePrompt(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """Pairs of a query and a document, to score how well the document answers the query.
 
-    A single query applies to all documents, otherwise there are as many. `truncate` is as in `EmbedPrompt`, for a whole
-    pair; `truncate_document` is for the document alone, with 0 for no limit. Both cut off documents only. `instruction`
-    is for models that take one. `params` are the client's names of queries and documents, for error messages.
+    There is one query for all documents, or one for each document. `truncate` is as in `EmbedPrompt`, for a whole pair;
+    `truncate_document` is for the document alone, with 0 for no limit. Both cut off documents only. `instruction` is
+    for models that take one. `params` are the client's names of queries and documents, for error messages.
     """
 
     queries: tuple[str, ...]
@@ -135,4 +135,24 @@ class SpeechPrompt(msgspec.Struct, frozen=True, array_like=True, tag=7):
     most_s: float = 0.0
 
 
-Prompt = ChatPrompt | TextPrompt | TokensPrompt | EmbedPrompt | ScorePrompt | TranscribePrompt | SpeechPrompt
+class NextTurnPrompt(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """Conversation of the sequence `rid`, which has ended, with its answer, as the next turn's prompt will begin.
+
+    It is only for a sequence that fills the prefix cache. The worker refuses it if it does not remember the sequence.
+    `seed` is that sequence's.
+    """
+
+    rid: int
+    seed: int = 0
+
+
+Prompt = (
+    ChatPrompt
+    | TextPrompt
+    | TokensPrompt
+    | EmbedPrompt
+    | ScorePrompt
+    | TranscribePrompt
+    | SpeechPrompt
+    | NextTurnPrompt
+)

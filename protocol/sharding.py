@@ -1,4 +1,5 @@
-"""Division of a model among the ranks of a group: which architectures of mlx-lm can be divided, and into how many.
+"""Division of a model among the ranks of a group: which architectures of mlx-lm can be divided, and into how many
+parts.
 
 The gateway refuses impossible divisions before anything is loaded; the worker chooses the division.
 """

@@ -1,11 +1,12 @@
 """Specification with which the gateway starts a worker."""
 
 import sys
+from functools import cache
 from typing import Final
 
 import msgspec
 
-# Argument that means, in place of JSON, that the specification is on standard input.
+# Value of `--spec` that means, in place of JSON, that the specification is on standard input.
 STDIN: Final = "-"
 # Maximum number of adapters that one model may have.
 ADAPTERS_MAX: Final = 64
@@ -177,18 +178,26 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     # Address where missed events are replayed; empty means that they are not replayed.
     kv_events_replay: str = ""
     kv_events_topic: str = ""
+    # Seconds after its newest request for which an idle model is kept warm by forward passes; 0 means not at all.
+    keep_warm_s: float = 0.0
 
     def __post_init__(self) -> None:
         # msgspec omits a default only if the value is the same object, and a computed number above 256 is another
         # object.
-        for field in msgspec.structs.fields(self):
-            if getattr(self, field.name) == field.default:
-                msgspec.structs.force_setattr(self, field.name, field.default)
+        for name, default in _defaults():
+            if getattr(self, name) == default:
+                msgspec.structs.force_setattr(self, name, default)
 
     @property
     def identity(self) -> bytes:
         """ROUTER identity of this incarnation."""
         return f"{self.name}#{self.epoch}".encode()
+
+
+@cache
+def _defaults() -> list[tuple[str, object]]:
+    """Return the fields of a specification with their defaults, which msgspec would derive from the types each time."""
+    return [(field.name, field.default) for field in msgspec.structs.fields(WorkerSpec)]
 
 
 def read_spec(argument: str, *, is_line: bool = False) -> WorkerSpec:

@@ -46,7 +46,7 @@ def marks(struct: type[msgspec.Struct]) -> dict[str, Exported | Internal]:
 
 
 def series(struct: type[msgspec.Struct]) -> list[list[tuple[str, Exported]]]:
-    """Return the series of a struct of statistics, each as the fields that are its samples."""
+    """Return the series of a struct of statistics. Each series is a list of the fields that are its samples."""
     families: dict[str, list[tuple[str, Exported]]] = {}
     for name, mark in marks(struct).items():
         if isinstance(mark, Exported):
@@ -103,7 +103,9 @@ class Stats(msgspec.Struct, array_like=True):
     prefix_hit_tokens: Annotated[int, _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")] = 0
     prefix_evictions: Annotated[int, _counter("prefix_cache_evictions", "Entries evicted from the prefix cache.")] = 0
     kv_limit: Annotated[int, Internal("a part of kv_cache_usage_perc")] = 0
-    preemptions: Annotated[int, _counter("num_preemptions", "Running sequences preempted for KV memory.")] = 0
+    preemptions: Annotated[
+        int, _counter("num_preemptions", "Running sequences preempted, for KV memory or because they are a batch's.")
+    ] = 0
     malformed_tool_calls: Annotated[
         int,
         _counter("malformed_tool_calls", "Malformed tool calls: turned into text, closed, or finished as `length`."),

@@ -8,6 +8,7 @@ import os
 import re
 import tempfile
 from contextlib import suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -37,29 +38,36 @@ Rate = Annotated[float, Meta(gt=0, le=1e9)]
 Text = Annotated[str, Meta(max_length=4096)]
 
 
-class ChunkTime(msgspec.Struct, frozen=True):
-    """Seconds that `tokens` prompt tokens add to a tick at a context of this band, fused or in their own pass."""
+class PassKind(StrEnum):
+    """Kinds of forward passes: steps of rows that generate, chunks of prompts that are fused with a step, chunks with a
+    pass of their own, and the passes of a draft model that reads prompts.
+    """
+
+    STEP = "step"
+    FUSED = "fused"
+    ALONE = "alone"
+    READING = "reading"
+
+
+class PassSeconds(msgspec.Struct, frozen=True):
+    """Seconds of a pass at a context of this band, or those that a fused chunk adds to a step.
+
+    `size` is the number of tokens per row of a step of `rows` rows, or the number of tokens of a chunk; chunks have 0
+    rows.
+    """
 
     band: Band
-    is_riding: bool
-    tokens: Tokens
-    seconds: Seconds
-
-
-class StepTime(msgspec.Struct, frozen=True):
-    """Seconds of a step with this many rows, and tokens per row, at a context of this band."""
-
-    band: Band
-    rows: Rows
-    width: Annotated[int, Meta(ge=1, le=64)]
+    kind: PassKind
+    rows: Annotated[int, Meta(ge=0, le=1024)]
+    size: Tokens
     seconds: Seconds
 
 
 class LoadFacts(msgspec.Struct, frozen=True):
-    """Time of the newest load, and memory after it: KV per token, memory per row in addition to its tokens, and the
-    process.
+    """Times of the newest load, and memory after it: the weights, the process, KV per token, and memory per row in
+    addition to its tokens.
 
-    A model without KV has 0 for the first two.
+    A model without KV has 0 for the last two.
     """
 
     seconds: Annotated[float, Meta(gt=0, le=86_400)]
@@ -104,7 +112,7 @@ class CalibrationResult(msgspec.Struct, frozen=True):
 
 
 class TimingProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of a profile file. `doubts` counts consecutive starts whose times differed from the stored ones."""
+    """Content of a profile file. Files of earlier versions have other times instead of `passes`, which are ignored."""
 
     format: int
     key: Text
@@ -113,9 +121,7 @@ class TimingProfile(msgspec.Struct, frozen=True, kw_only=True):
     machine: Text
     written: float
     load: LoadFacts | None = None
-    chunks: Annotated[tuple[ChunkTime, ...], Meta(max_length=256)] = ()
-    steps: Annotated[tuple[StepTime, ...], Meta(max_length=1024)] = ()
-    doubts: Annotated[int, Meta(ge=0, le=1)] = 0
+    passes: Annotated[tuple[PassSeconds, ...], Meta(max_length=2048)] = ()
     calibration: Calibration | None = None
 
 

@@ -18,6 +18,9 @@ from protocol.prompts import Prompt
 # Range of `Sampling.repetition_penalty`: a logit divided by 1e-38 is infinite, and its log-probability NaN.
 REPETITION_PENALTY_MIN: Final = 0.01
 REPETITION_PENALTY_MAX: Final = 1e6
+# Priority of the requests of batches, below that of any client's request. A worker computes them only while it has no
+# other request.
+BATCH_PRIORITY: Final = 1 << 32
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
@@ -83,7 +86,8 @@ class ConstraintKind(IntEnum):
 class Constraint(msgspec.Struct, frozen=True, array_like=True):
     """Constraint on the answer's text. `after_reasoning` exempts a reasoning block before the answer.
 
-    `param` is the client's name of it, for error messages. A schema without `is_strict` is enforced as far as possible.
+    `param` is the client's name of the constraint, for error messages. A schema without `is_strict` is enforced as far
+    as possible.
     """
 
     kind: ConstraintKind
@@ -91,6 +95,16 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
     after_reasoning: bool = False
     param: str = "response_format"
     is_strict: bool = True
+
+
+class LabelledQuestion(msgspec.Struct, frozen=True, array_like=True):
+    """Question about a chat. `labels` are the texts of its options, one of which would answer it.
+
+    No label is the beginning of another label.
+    """
+
+    text: str
+    labels: tuple[str, ...]
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -104,10 +118,11 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
 class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Request to generate one sequence, to compute embeddings or scores, to transcribe or to speak.
 
-    `max_tokens` None means up to the end of the context; larger values are clamped to it. `top_logprobs` None means no
-    logprobs, 0 means only the sampled token's. `echo` sends the prompt's text first, and with `top_logprobs` an entry
-    for each of its tokens; the first entry is NaN. `deadline_ms` is relative to receipt; 0 means none. Lower `priority`
-    runs first; at equal priority tenants take turns, and each tenant's requests run in order of arrival.
+    `max_tokens` None means up to the end of the context; larger values are clamped to it; 0 without `echo` only
+    puts the prompt into the prefix cache. `top_logprobs` None means no logprobs, 0 means only the sampled token's.
+    `echo` sends the prompt's text first, and with `top_logprobs` an entry for each of its tokens; the first entry is
+    NaN. `deadline_ms` is relative to receipt; 0 means none. Lower `priority` runs first; at equal priority tenants take
+    turns, and each tenant's requests run in order of arrival. A sequence of `BATCH_PRIORITY` is preempted by any other.
     `want_progress` requests `Progress` while the prompt is processed.
     """
 
@@ -161,6 +176,9 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     prompt_scored: int = 0
     # Number of `echo` entries with `top_logprobs` that the client has from an earlier worker, together with their text.
     echo_scored: int = 0
+    # Questions about a chat, each asked alone in a last message. With questions, no text is generated, and the answer's
+    # `data` has the log-probability of each label.
+    questions: tuple[LabelledQuestion, ...] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -174,11 +192,14 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Call to count the tokens of a prompt, and to send them if `want_ids`. Answered by `Tokenized` or `Rejected`."""
+    """Call to count the tokens of a prompt, and to send them if `want_ids`; or, if `want_text`, only to render a chat
+    as text. Answered by `Tokenized` or `Rejected`.
+    """
 
     rid: int
     prompt: Prompt
     want_ids: bool = False
+    want_text: bool = False
 
 
 class Detokenize(msgspec.Struct, frozen=True, array_like=True, tag=15):
@@ -186,6 +207,21 @@ class Detokenize(msgspec.Struct, frozen=True, array_like=True, tag=15):
 
     rid: int
     ids: tuple[int, ...]
+
+
+class Explain(msgspec.Struct, frozen=True, array_like=True, tag=19):
+    """Call to explain why tokens of the request `of` did not come from the prefix cache, for workers of minor 1 and up.
+
+    The request is compared with `other`, or with the most similar earlier one if `other` is 0. Without `shows_text`
+    texts are named by hashes, and without `crosses_salts` only requests of the same salt are compared. Answered by
+    `Explained` or `Rejected`.
+    """
+
+    rid: int
+    of: int
+    other: int = 0
+    shows_text: bool = False
+    crosses_salts: bool = False
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=6):
@@ -235,12 +271,14 @@ class SetPace(msgspec.Struct, frozen=True, array_like=True, tag=17):
     """Command to leave a display its share of the GPU, for workers of minor 1 and up. It affects no token.
 
     `duty` is the fraction of time in which the model computes. `tick_ms` limits the time of a tick with prefill, and
-    `chunk` the prompt tokens per row in such a tick; 0 means no limit.
+    `chunk` the prompt tokens per row in such a tick; 0 means no limit. An idle model is kept warm, if its specification
+    says so, only with `may_keep_warm`.
     """
 
     duty: float = 1.0
     tick_ms: int = 0
     chunk: int = 0
+    may_keep_warm: bool = True
 
 
 class SetAdapters(msgspec.Struct, frozen=True, array_like=True, tag=18):
@@ -267,4 +305,5 @@ Down = (
     | SetLogLevel
     | SetPace
     | SetAdapters
+    | Explain
 )

@@ -24,7 +24,7 @@ class Word(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """Section of speech with its times in seconds. The numbers after `text` are Whisper's, 0 from other families."""
+    """Section of speech with its times in seconds. Only Whisper sets the fields after `text`."""
 
     start: float
     end: float

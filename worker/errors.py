@@ -14,12 +14,11 @@ from typing import Final
 from protocol.failures import Code, ExitStatus, Failure
 from worker.output.encodable import encodable
 
-# Parts of the messages of MLX's exceptions after which the device is in an unknown state.
+# Texts in messages of MLX's exceptions that leave the device in an unknown state.
 GPU_FAULTS: Final = ("[METAL]", "Command buffer", "CUDA", "cuda")
-# Parts of the messages of MLX's exceptions after which another rank is lost, and a second collective would wait
-# forever.
+# Texts in messages of MLX's exceptions that mean that another rank is lost. A further collective would wait forever.
 FABRIC_FAULTS: Final = ("[ring]", "[nccl]", "[jaccl]", "[distributed]")
-# Parts of the messages of MLX's failed allocations, after which a smaller allocation may succeed.
+# Texts in messages of MLX's failed allocations; a smaller allocation may succeed.
 NO_MEMORY: Final = (
     "[metal::malloc]", "Unable to allocate", "Insufficient Memory", "OutOfMemory", "out of memory", "Resource limit",
 )  # fmt: skip

@@ -25,6 +25,7 @@ from protocol.to_worker import (
     Down,
     Drain,
     Dump,
+    Explain,
     Generate,
     Ping,
     SetAdapters,
@@ -42,14 +43,14 @@ log = logging.getLogger("mlxd.worker")
 
 _POLL_MS: Final = 250
 
-Question = Generate | Tokenize | Detokenize
+ClientRequest = Generate | Tokenize | Detokenize | Explain
 Control = Abort | Drain | Shutdown | SetMemory | SetPace | SetAdapters
 
 
 class GatewayLink:
     """Link that is open from before the model is loaded until after it is freed.
 
-    The receiving thread calls `on_control` with commands for the engine, and `on_question` with new requests.
+    The receiving thread calls `on_control` with commands for the engine, and `on_request` with new requests.
     """
 
     def __init__(self, spec: WorkerSpec, gauges: Gauges) -> None:
@@ -64,7 +65,7 @@ class GatewayLink:
         self._ready: Ready | None = None
         # Identifier of the gateway process to which this worker has sent its state.
         self._boot: int | None = None
-        self.on_question: Callable[[Question], None] = self._reject_loading
+        self.on_request: Callable[[ClientRequest], None] = self._reject_loading
         self.on_control: Callable[[Control], None] = self._control_while_loading
         self._threads = [
             threading.Thread(target=self._guarded, args=(body,), name=name, daemon=True)
@@ -132,8 +133,8 @@ class GatewayLink:
         match message:
             case Ping():
                 self.send(Pong(message.seq, message.t_ns, self._gauges.snapshot()))
-            case Generate() | Tokenize() | Detokenize():
-                self.on_question(message)
+            case Generate() | Tokenize() | Detokenize() | Explain():
+                self.on_request(message)
             case Shutdown():
                 self.stop(message)
             case Abort() | Drain() | SetMemory() | SetPace() | SetAdapters():
@@ -167,7 +168,7 @@ class GatewayLink:
         mlx_version, state = ("", "loading") if self._ready is None else (version("mlx"), "ready")
         return Hello(spec.name, spec.epoch, os.getpid(), MAJOR, MINOR, __version__, mlx_version, state)
 
-    def _reject_loading(self, request: Question) -> None:
+    def _reject_loading(self, request: ClientRequest) -> None:
         self.send(Rejected(request.rid, Failure(Code.BUSY, "the model is still loading; try again")))
 
     def _control_while_loading(self, message: Control) -> None:

@@ -180,13 +180,15 @@ class WorkerMain:
         return engine, ready
 
     def _start_jobs(self, kind: str) -> "tuple[TurnLoop[Any], Ready]":
+        if self._spec.keep_warm_s:
+            raise LoadFailed(Code.BAD_CONFIG, "keep_warm is for models that generate text")
         if kind == AUDIO:
             from worker.start.start_audio import start_audio
 
             return start_audio(self._spec, self._link, self._gauges, self._refusing, self._report_progress)
-        from worker.start.start_embedding import start_reader
+        from worker.start.start_embedding import start_embedding
 
-        return start_reader(self._spec, kind, self._link, self._gauges, self._refusing, self._report_progress)
+        return start_embedding(self._spec, kind, self._link, self._gauges, self._refusing, self._report_progress)
 
     @contextmanager
     def _refusing(self, rid: int) -> Generator[None]:

@@ -2,7 +2,7 @@
 the operator, reloads of the configuration, and each address that a key is first used from.
 
 The daemon and every `mlxctl` append to it without a lock, since a line is one write at the end of the file; only a
-rotation is locked. Requests without a key add no lines, so unauthenticated clients cannot make it roll.
+rotation is locked. Requests without a key add no lines, so unauthenticated clients cannot cause a rotation.
 """
 
 import fcntl
@@ -17,6 +17,7 @@ from typing import Final, Literal
 import msgspec
 from msgspec import Struct
 
+from gateway.disk import SYSTEM_DISK, Disk
 from gateway.failed import CommandFailed
 from gateway.state_dir.folder import FolderRefused, HomeFolder
 from gateway.state_dir.home_paths import audit_path
@@ -39,6 +40,7 @@ Action = Literal[
     "adapter.load",
     "adapter.unload",
     "request.cancel",
+    "batch.cancel",
     "capture.read",
     "capture.clear",
     "config.reload",
@@ -83,10 +85,11 @@ class AuditUnwritable(CommandFailed):
 class Audit:
     """Writer of one home's audit log."""
 
-    def __init__(self, home: Path, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, home: Path, max_bytes: int = MAX_BYTES, disk: Disk = SYSTEM_DISK) -> None:
         self._path = audit_path(home)
         self._folder = HomeFolder(self._path.parent)
         self._max_bytes = max_bytes
+        self._disk = disk
 
     def record(self, entry: AuditEntry) -> None:
         """Append one line and sync it to the disk. Raises `AuditUnwritable`."""
@@ -109,8 +112,8 @@ class Audit:
                 size = os.fstat(file).st_size
             if size and os.pread(file, 1, size - 1) != b"\n":
                 line = b"\n" + line  # The newline ends the partial line that was written when the disk was full.
-            written = os.write(file, line)
-            os.fsync(file)
+            written = self._disk.write(file, line)
+            self._disk.sync(file)
         finally:
             os.close(file)
         if written < len(line):

@@ -2,10 +2,10 @@
 
 import logging
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from gateway.access.audit_log import Audit, AuditEntry, AuditUnwritable
+from gateway.single_thread import MakeThread, single_thread
 
 log = logging.getLogger(__name__)
 
@@ -18,9 +18,9 @@ class AuditTrail:
     log instead.
     """
 
-    def __init__(self, audit: Audit) -> None:
+    def __init__(self, audit: Audit, make_thread: MakeThread = single_thread) -> None:
         self._audit = audit
-        self._thread = ThreadPoolExecutor(1, "audit")
+        self._thread = make_thread("audit")
         self._room = threading.Semaphore(PENDING_MAX)
         self.lost = 0
 

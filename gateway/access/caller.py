@@ -10,7 +10,7 @@ from msgspec import structs
 from gateway.access.rate_limit import Meter
 from gateway.config.patterns import Pattern
 from gateway.config.settings import ModelConfig
-from protocol.to_worker import Generate
+from protocol.to_worker import BATCH_PRIORITY, Generate
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ class Caller:
     may_leave: bool = False
     # `is_anonymous` means that the caller has neither a key nor a session.
     is_anonymous: bool = False
+    # `is_batch` means that the request belongs to a batch. It has no deadline, and runs below all other requests.
+    is_batch: bool = False
 
     def may_use(self, model: ModelConfig) -> bool:
         """Whether the key allows the model, or the adapter that the request names.
@@ -57,15 +59,30 @@ class Caller:
         has one.
         """
         priority = generate.priority if self.key is None else self.priority + max(0, generate.priority)
+        deadline_ms = 0 if self.is_batch else generate.deadline_ms
+        if self.is_batch or is_of_batch_class(generate):
+            priority = BATCH_PRIORITY
         salt = f"{self.cache_salt}\0{generate.cache_salt}" if generate.cache_salt else self.cache_salt
         max_tokens = generate.max_tokens
         if self.max_tokens:
             max_tokens = self.max_tokens if max_tokens is None else min(max_tokens, self.max_tokens)
-        return structs.replace(generate, priority=priority, cache_salt=salt, tenant=self.tenant, max_tokens=max_tokens)
+        return structs.replace(
+            generate,
+            priority=priority,
+            cache_salt=salt,
+            tenant=self.tenant,
+            max_tokens=max_tokens,
+            deadline_ms=deadline_ms,
+        )
 
     def usable(self, models: Iterable[ModelConfig]) -> list[ModelConfig]:
         """Return the models that this caller may use."""
         return [model for model in models if self.may_use(model)]
+
+
+def is_of_batch_class(generate: Generate) -> bool:
+    """Whether a request runs only while its model has no other request."""
+    return generate.priority >= BATCH_PRIORITY
 
 
 def tenant_of(key: str) -> str:

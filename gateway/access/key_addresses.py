@@ -1,5 +1,5 @@
-"""Addresses that API keys are used from. The first use from each is recorded in the audit log and read back at the
-start.
+"""Addresses from which API keys are used. The audit log has the first use of each key from each address, and is read at
+the start.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """File of the API keys: `keys/keys.json` in the home, mode 0600, with a salted hash of each secret.
 
-A secret has 256 random bits, so it needs no slow hash, which protects guessable secrets and would slow down each
-request. The salt prevents comparing two files. The file is replaced atomically, under a lock, so that a reader sees
-it before or after a change and never in between.
+A slow hash protects guessable secrets, and would slow down each request. These secrets have 256 random bits, so a fast
+hash is enough. The salt prevents recognising a secret of one file in another. The file is replaced atomically, under a
+lock, so that a reader sees it before or after a change and never in between.
 """
 
 import logging
@@ -21,6 +21,7 @@ from msgspec import Struct
 from gateway.access.audit_log import Audit, AuditUnwritable
 from gateway.access.key import EXPIRY_MAX_S, KNOWN, Key, digest
 from gateway.access.key_changes import key_changes
+from gateway.disk import SYSTEM_DISK, Disk
 from gateway.failed import CommandFailed
 from gateway.state_dir.folder import FolderRefused, HomeFolder
 from gateway.state_dir.private_file import write_private_in
@@ -78,12 +79,15 @@ class KeyFile:
     are required.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time, client: str = "") -> None:
+    def __init__(
+        self, path: Path, clock: Callable[[], float] = time.time, client: str = "", disk: Disk = SYSTEM_DISK
+    ) -> None:
         """`client` and this process are recorded in the audit log as the author of changes."""
         self.path = path
         self._client = client
         self._folder = HomeFolder(path.parent)
-        self._audit = Audit(path.parent.parent)
+        self._audit = Audit(path.parent.parent, disk=disk)
+        self._disk = disk
         self._clock = clock
 
     def stamp(self) -> Stamp | None:
@@ -172,7 +176,7 @@ class KeyFile:
                 keys = {key.name: key for key in before.keys}
                 yield keys
                 if tuple(keys.values()) != before.keys:
-                    write_private_in(folder, self.path.name, _encode(keys.values(), before.raw or {}))
+                    write_private_in(folder, self.path.name, _encode(keys.values(), before.raw or {}), self._disk)
                     self._record(before.keys, keys.values())
         except (OSError, FolderRefused) as error:
             raise self._unusable(error) from None
@@ -214,7 +218,9 @@ def _encode(keys: Iterable[Key], before: dict[str, Any]) -> bytes:
 
 
 def _written(key: Key) -> dict[str, Any]:
-    """Return the fields of a key that differ from their defaults. An older mlxd need not know the other fields."""
+    """Return the fields of a key that differ from their defaults. The others are left out, because an older mlxd may
+    not know them.
+    """
     return {name: value for name, value in msgspec.to_builtins(key).items() if value != _DEFAULTS[name]}
 
 

@@ -96,8 +96,8 @@ class Keyring:
         return account.caller
 
     def named(self, name: str | None) -> Caller | None:
-        """Return the caller for the key with this name, or the owner if it is None. Resumed requests of an earlier
-        daemon need it.
+        """Return the caller of the key with this name; None means the owner. A resumed request of an earlier daemon has
+        only the name of its key.
         """
         if name is None:
             return OWNER

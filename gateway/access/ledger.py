@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.config.periods import begin_of, day_of, next_day, next_month
+from gateway.disk import SYSTEM_DISK, Disk
 from gateway.state_dir.snapshot import WriteOrder
 
 log = logging.getLogger(__name__)
@@ -74,8 +75,10 @@ class Ledger:
         zone: Callable[[], tzinfo | None] = lambda: None,
         keep_months: Callable[[], int] = lambda: 13,
         clock: Callable[[], float] = time.time,
+        disk: Disk = SYSTEM_DISK,
     ) -> None:
         self._folder = folder
+        self._disk = disk
         self._zone = zone
         self._keep_months = keep_months
         self._clock = clock
@@ -140,7 +143,7 @@ class Ledger:
             known.add(line)
 
     def _opened(self, name: str) -> _Month:
-        month = _Month(name, WriteOrder(self._folder / f"{name}.json"))
+        month = _Month(name, WriteOrder(self._folder / f"{name}.json", self._disk))
         for line in _read(month.file.path, is_kept=True):
             self._add(month, line)
         month.file.written = month.encoded()

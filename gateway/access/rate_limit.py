@@ -154,6 +154,8 @@ class Meter:
         self._expected_completion = EXPECTED_COMPLETION
         # Number of requests whose body is being received.
         self._receiving = 0
+        # Number of running sequences of batches, which only budgets count.
+        self._batch_sequences = 0
         # Tokens that running requests are expected to use.
         self._reserved = 0.0
         self._budget = None if ledger is None else Budget(name, limits, ledger)
@@ -254,7 +256,7 @@ class Meter:
         """
         self.check(sequences)
         self.check_concurrency(sequences)
-        self._check_budget(self._numbers.sequences, sequences, self._reserved)
+        self._check_budget(self._numbers.sequences + self._batch_sequences, sequences, self._reserved)
         self._check_tokens(estimate)
         # The first sequence was counted when the request arrived.
         self._admit_requests(sequences - 1)
@@ -272,7 +274,26 @@ class Meter:
             self._settle(charge)
 
     @contextmanager
-    def question(self, estimate: float) -> Generator[UsageCharge, None, None]:
+    def hold_budget(self, estimate: float, sequences: int = 1) -> Generator[UsageCharge, None, None]:
+        """Reserve `estimate` tokens of the budgets until the block ends, and count its usage, for a request of a batch.
+
+        Rates and concurrency do not limit batches, which run only while nothing else does. Raises `BadRequest` and
+        `BudgetSpent`.
+        """
+        self.check(sequences)
+        self._check_budget(self._numbers.sequences + self._batch_sequences, sequences, self._reserved)
+        charge = UsageCharge(estimate, sequences)
+        self._batch_sequences += sequences
+        self._reserved += estimate
+        try:
+            yield charge
+        finally:
+            self._batch_sequences -= sequences
+            self._reserved -= estimate
+            self._count(charge)
+
+    @contextmanager
+    def tokenize_call(self, estimate: float) -> Generator[UsageCharge, None, None]:
         """Charge a fraction of `estimate` for counting a prompt's tokens. Raises `RateLimited`, `BudgetSpent`.
 
         A failed request is charged for its estimate, because its tokens may have been counted nevertheless. Counting
@@ -308,10 +329,13 @@ class Meter:
             self._tokens.take(amount, self._clock())
 
     def _settle(self, charge: UsageCharge) -> None:
-        self._numbers.prompt_tokens += charge.prompt
-        self._numbers.generation_tokens += charge.completion
         if self._tokens is not None:
             self._tokens.settle(charge.prompt + charge.completion - charge.reserved, self._clock())
+        self._count(charge)
+
+    def _count(self, charge: UsageCharge) -> None:
+        self._numbers.prompt_tokens += charge.prompt
+        self._numbers.generation_tokens += charge.completion
         if self._budget is not None:
             self._budget.log_use()
         if charge.completion:

@@ -90,11 +90,11 @@ class LogSample:
         ranked = sorted(self._more.items(), key=lambda item: item[1], reverse=True)
         for network, count in ranked[:LOGGED_ADDRESSES_MAX]:
             fields = {"client": network, "requests": count}
-            log.info("%d more requests without a valid key from this address", count, extra={"fields": fields})
+            log.info("%d more unauthenticated requests from this address", count, extra={"fields": fields})
         rest = ranked[LOGGED_ADDRESSES_MAX:]
         if count := sum(count for _, count in rest) + self._others:
             fields = {"requests": count}
-            log.info("%d more requests without a valid key from other addresses", count, extra={"fields": fields})
+            log.info("%d more unauthenticated requests from other addresses", count, extra={"fields": fields})
         self._began = self._clock()
         self._seen, self._more, self._shown, self._others = {}, {}, 0, 0
 

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.access.rate_limit import Meter
+from gateway.disk import SYSTEM_DISK, Disk
 from gateway.state_dir.snapshot import WriteOrder
 from gateway.telemetry.metrics import KeyMetrics, Metrics
 
@@ -60,9 +61,10 @@ class UsageFile:
         metrics: Metrics,
         clock: Callable[[], float] = time.time,
         meters: Mapping[str, Meter] | None = None,
+        disk: Disk = SYSTEM_DISK,
     ) -> None:
         """Load the counters of existing keys from the file. An unreadable file is replaced."""
-        self._file = WriteOrder(path)
+        self._file = WriteOrder(path, disk)
         self._metrics = metrics
         self._clock = clock
         # An empty mapping must be kept, as a daemon without keys may get some later.

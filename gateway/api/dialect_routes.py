@@ -1,18 +1,19 @@
-"""Operations of the dialects' APIs: OpenAI, audio, scores, Anthropic, Responses and Ollama."""
+"""Operations of the dialects' APIs: OpenAI, audio, scores, decisions, Anthropic, Responses and Ollama."""
 
-from functools import cache, partial
+from functools import partial
 from typing import Final
 
 from gateway.api.anthropic import request as anthropic
 from gateway.api.anthropic import response as anthropic_out
 from gateway.api.anthropic.endpoints import CountTokens, MessagesEndpoint
 from gateway.api.compat import ollama_models, scores
+from gateway.api.decisions import openai as openai_decisions
+from gateway.api.decisions import typesafe
 from gateway.api.ollama import request as ollama
 from gateway.api.ollama import response as ollama_out
 from gateway.api.ollama.embed import Embed, EmbedRequest, EmbedResponse, OllamaEmbeddingsRequest, OneEmbedding
 from gateway.api.ollama.endpoints import Chat, Complete
 from gateway.api.ollama.pull_stream import PullEndpoint
-from gateway.api.ollama.refusals import REFUSED, Refusal
 from gateway.api.openai import embeddings, speech, transcript_forms, transcriptions
 from gateway.api.openai import request as openai
 from gateway.api.openai import response as openai_out
@@ -21,7 +22,7 @@ from gateway.api.openai.completions import Completions
 from gateway.api.openai.embeddings import Embeddings
 from gateway.api.openai.speech import SpeechEndpoint
 from gateway.api.openai.transcriptions import Transcriptions
-from gateway.api.parts import Maker, on_catalog, on_responses, on_services, or_upstream, served
+from gateway.api.parts import on_catalog, on_responses, on_services, or_upstream, served
 from gateway.api.responses import request as responses
 from gateway.api.responses import response as responses_out
 from gateway.api.responses.endpoints import ITEMS_DEFAULT, ITEMS_MAX, Responses
@@ -104,22 +105,41 @@ _AUDIO: Final = (
         media_types={kind.decode(): f"The file as {name}." for name, kind in speech.FORMATS.items()},
     ),
 )
+_DECISIONS: Final = (
+    computation(
+        "/v1/decisions",
+        on_services(openai_decisions.decisions),
+        "Answer questions about an input: predicates, choices and scores, each with its probabilities.",
+        openai_decisions.DecisionAnswers,
+        openai_decisions.DecisionRequest,
+        openai_decisions.NO_ACTION,
+    ),
+    computation(
+        "/v1/systemone",
+        on_services(typesafe.system_one),
+        "Answer questions about a state, as TypeSafe's System One API does.",
+        typesafe.SystemOneAnswers,
+        typesafe.SystemOneRequest,
+        errors=(*(status for status in GENERATE if status != 400), typesafe.UNPROCESSABLE),
+        error=typesafe.TypeSafeErrorBody,
+    ),
+)
 _RANKED: Final = scores.RerankList | list[scores.RankedText]
 _SCORES: Final = (
     *(
         computation(path, on_services(scores.rerank), summary, _RANKED, scores.RerankRequest, scores.NO_ACTION)
         for path, summary in (
             ("/v1/rerank", "Rank documents by a query."),
-            ("/rerank", "Rank documents, as `/v1/rerank` does."),
             ("/v2/rerank", "Rank documents, as `/v1/rerank` does."),
         )
     ),
-    *(
-        computation(path, on_services(scores.score), summary, scores.ScoreList, scores.ScoreRequest, scores.NO_ACTION)
-        for path, summary in (
-            ("/v1/score", "Score pairs of texts."),
-            ("/score", "Score pairs of texts, as `/v1/score` does."),
-        )
+    computation(
+        "/v1/score",
+        on_services(scores.score),
+        "Score pairs of texts.",
+        scores.ScoreList,
+        scores.ScoreRequest,
+        scores.NO_ACTION,
     ),
 )
 _ANTHROPIC: Final = (
@@ -155,7 +175,7 @@ _PAGE: Final = (
     Parameter("after", "query", {"type": "string"}, "The page starts after the item with this id."),
     Parameter("limit", "query", _LIMIT, "Most items in a page."),
 )
-# Both methods of this path have the same maker and therefore one route, whose 405 answer lists both.
+# GET and DELETE of /v1/responses/{id} share one function, and so one route, whose 405 answer lists both methods.
 _one_response = on_responses(Responses.get_or_delete)
 _stored = partial(Operation, errors=(*ALWAYS, 400, 404, 503))
 _RESPONSES: Final = (
@@ -220,17 +240,10 @@ _RESPONSES: Final = (
         parameters=(_ID, *_PAGE),
     ),
 )
-_DIGEST: Final = Parameter("digest", "path", {"type": "string", "minLength": 1}, "The digest of a blob.")
 _lines = partial(generation, error=ollama_out.ErrorLine, stream_type=LINES)
 _embeds = partial(computation, error=ollama_out.ErrorLine)
 _reads = partial(tokenization, error=ollama_out.ErrorLine)
 _lists = partial(Operation, "GET", error=ollama_out.ErrorLine)
-
-
-# Methods of one path have the same advice: they share a maker, and so a route, whose 405 answer lists all of them.
-@cache
-def _refusal(advice: str) -> Maker:
-    return lambda _: Refusal(advice)
 
 
 _OLLAMA: Final = (
@@ -295,18 +308,5 @@ _OLLAMA: Final = (
         "Get the version of Ollama's API.",
         ollama_models.OllamaVersion,
     ),
-    *(
-        Operation(
-            method,
-            path,
-            _refusal(advice),
-            f"Not served. {advice}",
-            ollama_out.ErrorLine,
-            error=ollama_out.ErrorLine,
-            errors=(*ALWAYS, 501),
-            parameters=(_DIGEST,) if "{digest}" in path else (),
-        )
-        for method, path, advice in REFUSED
-    ),
 )
-DIALECTS: Final = (*_OPENAI, *_AUDIO, *_SCORES, *_ANTHROPIC, *_RESPONSES, *_OLLAMA)
+DIALECTS: Final = (*_OPENAI, *_AUDIO, *_SCORES, *_DECISIONS, *_ANTHROPIC, *_RESPONSES, *_OLLAMA)

@@ -7,6 +7,10 @@ from typing import TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.api.batches.batches import Batches
+from gateway.api.batches.files import FileEndpoints
+from gateway.api.batches.message_batches import MessageBatches
+from gateway.api.batches.openai_batches import OpenAIBatches
 from gateway.api.common.catalog import Catalog
 from gateway.api.responses.endpoints import Responses
 from gateway.model_files.pull_queue import PullQueue
@@ -24,6 +28,7 @@ class Parts:
     catalog: Catalog
     responses: Responses
     downloads: PullQueue
+    batches: Batches
 
 
 # Makes the endpoint of an operation. Operations with the same path and maker share the endpoint.
@@ -65,3 +70,18 @@ def on_catalog(handler: Handler[Catalog]) -> Maker:
 def on_responses(handler: Handler[Responses]) -> Maker:
     """Return a maker for the endpoint of a method of the Responses API."""
     return lambda parts: HandlerEndpoint(handler, parts.responses)
+
+
+def on_files(handler: Handler[FileEndpoints]) -> Maker:
+    """Return a maker for the endpoint of a method of the Files API."""
+    return lambda parts: HandlerEndpoint(handler, parts.batches.files)
+
+
+def on_batches(handler: Handler[OpenAIBatches]) -> Maker:
+    """Return a maker for the endpoint of a method of OpenAI's Batch API."""
+    return lambda parts: HandlerEndpoint(handler, parts.batches.openai)
+
+
+def on_message_batches(handler: Handler[MessageBatches]) -> Maker:
+    """Return a maker for the endpoint of a method of Anthropic's Message Batches API."""
+    return lambda parts: HandlerEndpoint(handler, parts.batches.anthropic)

@@ -1,5 +1,6 @@
 """Operations of the public API: its routes and their descriptions in the OpenAPI document."""
 
+from copy import copy
 from functools import cache
 from typing import Any, Final
 
@@ -8,9 +9,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import protocol
-from gateway.api.compat import infill, lm_studio, props
+from gateway.api.batch_routes import BATCH_OPERATIONS
+from gateway.api.compat import completion, infill, lm_studio, props
 from gateway.api.compat import tokenize as tokens
+from gateway.api.compat.native_completion import NO_ACTION, NativeCompletion
 from gateway.api.dialect_routes import DIALECTS, generation, tokenization
+from gateway.api.openai.request import NO_ACTION as CHAT_NO_ACTION
+from gateway.api.openai.request import ChatCompletionRequest
 from gateway.api.parts import Maker, Parts, on_catalog, on_services, served
 from gateway.api.system import health, models, openapi
 from gateway.api.system.openapi import ALWAYS, Operation, Parameter
@@ -34,13 +39,14 @@ _ONE_MODEL: Final = Parameter(
 )
 
 DESCRIPTION: Final = """\
-OpenAI's chat completions, completions, embeddings, audio and Responses, Anthropic's Messages, Ollama's API, ranking and
-scores of texts, and a few routes of mlxd's own.
+OpenAI's chat completions, completions, embeddings, audio, Responses, files and batches, Anthropic's Messages and
+message batches, Ollama's API, ranking and scores of texts, and a few routes of mlxd's own.
 
 While mlxd has no API keys, clients on the loopback need none. Fields that are not named here are ignored and listed in
 the header `x-mlxd-ignored`, but for those of other servers that would change an answer: these are a 400. Whole numbers
 are written without a fraction. With the header `anthropic-version` errors have Anthropic's shape on every path. An
-error after the first byte of a stream is an event of the stream.
+error after the first byte of a stream is an event of the stream. Paths below `/v1` are also served without it.
+`/v1/responses` is served as a WebSocket too, which OpenAPI cannot describe; a handshake on any other path is a 426.
 """
 
 
@@ -65,20 +71,36 @@ _MLXD: Final = (
         tokens.DetokenizedText,
         tokens.DetokenizeRequest,
     ),
+    tokenization(
+        "/apply-template",
+        on_services(tokens.apply_template),
+        "Render the prompt of a chat as text, as llama.cpp's server does.",
+        tokens.RenderedChat,
+        ChatCompletionRequest,
+        CHAT_NO_ACTION,
+    ),
     generation(
         "/infill",
         on_services(infill.fill_middle),
         "Fill in the middle of a text, as llama.cpp's server does.",
-        infill.InfillResponse,
+        NativeCompletion,
         infill.InfillRequest,
-        infill.NO_ACTION,
-        (infill.InfillResponse, ErrorBody),
+        NO_ACTION,
+        (NativeCompletion, ErrorBody),
+    ),
+    generation(
+        "/completion",
+        on_services(completion.complete),
+        "Continue a text, in the form of llama.cpp's server.",
+        NativeCompletion,
+        completion.NativeRequest,
+        NO_ACTION,
+        (NativeCompletion, ErrorBody),
     ),
     *(
         Operation("GET", path, on_catalog(handler), summary, answer)
         for path, handler, summary, answer in (
             ("/v1/models", models.list_models, "List the models that the key may use.", models.ModelList),
-            ("/models", models.list_models, "List the models, as `/v1/models` does.", models.ModelList),
             ("/api/v0/models", lm_studio.list_v0, "List the models in LM Studio's older form.", lm_studio.ModelsV0),
             ("/api/v1/models", lm_studio.list_v1, "List the models in LM Studio's form.", lm_studio.ModelsV1),
         )
@@ -157,12 +179,32 @@ _HEALTH: Final = (
         for path in ("/health", "/healthz")
     ),
 )
-OPERATIONS: Final[tuple[Operation, ...]] = (*DIALECTS, *_MLXD, *_HEALTH)
+OPERATIONS: Final[tuple[Operation, ...]] = (*DIALECTS, *BATCH_OPERATIONS, *_MLXD, *_HEALTH)
+# The beginnings of all paths below `/v1`. Clients of llama.cpp's server use them without the version.
+UNVERSIONED: Final = tuple(
+    sorted(
+        {
+            each.path.removeprefix("/v1").partition("{")[0].rstrip("/")
+            for each in OPERATIONS
+            if each.path.startswith("/v1/")
+        }
+    )
+)
 
 
 def routes(parts: Parts) -> list[Route]:
     """Return the routes of all operations."""
+    made: list[Route] = []
+    for route, maker in _templates():
+        made.append(copy(route))
+        made[-1].app = made[-1].endpoint = maker(parts)
+    return made
+
+
+@cache
+def _templates() -> list[tuple[Route, Maker]]:
+    """Return routes with the makers of their endpoints. Paths are compiled once, because that takes milliseconds."""
     methods: dict[tuple[str, Maker], list[str]] = {}
     for operation in OPERATIONS:
         methods.setdefault((operation.routed_path, operation.maker), []).append(operation.method)
-    return [Route(path, maker(parts), methods=names) for (path, maker), names in methods.items()]
+    return [(Route(path, maker, methods=names), maker) for (path, maker), names in methods.items()]

@@ -11,7 +11,7 @@ from gateway.client_setup.config_edit import ConfigEdit, FileFormat
 from gateway.failed import CommandFailed
 
 DEFAULT_CONTEXT: Final = 32768
-# Clients require some key even while mlxd has none.
+# Value in place of a key: clients require a key even if mlxd has none.
 NO_KEY: Final = "x"
 _ANSWER_MAX: Final = 8192
 
@@ -53,15 +53,35 @@ class Setup(Struct, frozen=True):
     note: str = ""
 
 
-def setup(client: str, endpoint: Endpoint) -> Setup:
-    """Make the settings for a client. Raises `CommandFailed` if the name is unknown."""
+class Client(Struct, frozen=True):
+    """What is known of one client: how its settings are made, the command that installs it, and the context that its
+    instructions, its tools and some turns need.
+    """
+
+    make: Callable[[Endpoint], Setup]
+    install: str
+    context_min: int
+    uses_tools: bool = True
+
+
+def client_of(name: str) -> Client:
+    """Return the client of a name or an alias. Raises `CommandFailed` if there is none."""
     try:
-        make = CLIENTS[client]
+        return CLIENTS[canonical(name)]
     except KeyError:
         raise CommandFailed(
-            f"unknown client {client!r}; known are {', '.join(CLIENTS)}. docs/clients.md has more"
+            f"unknown client {name!r}; known are {', '.join(CLIENTS)}. docs/clients.md has more"
         ) from None
-    return make(endpoint)
+
+
+def canonical(name: str) -> str:
+    """Return the name of a client for one of its other names, in any case."""
+    return ALIASES.get(name.lower(), name.lower())
+
+
+def setup(client: str, endpoint: Endpoint) -> Setup:
+    """Make the settings for a client. Raises `CommandFailed` if the name is unknown."""
+    return client_of(client).make(endpoint)
 
 
 def _claude(to: Endpoint) -> Setup:
@@ -189,15 +209,80 @@ def _llm(to: Endpoint) -> Setup:
     return Setup("llm", edits, "llm -m mlxd")
 
 
-CLIENTS: Final[Mapping[str, Callable[[Endpoint], Setup]]] = {
-    "claude": _claude,
-    "codex": _codex,
-    "opencode": _opencode,
-    "aider": _aider,
-    "pi": _pi,
-    "continue": _continue,
-    "qwen": _qwen,
-    "llm": _llm,
+def _goose(to: Endpoint) -> Setup:
+    content = {
+        "GOOSE_PROVIDER": "openai",
+        "GOOSE_MODEL": to.model,
+        "GOOSE_CONTEXT_LIMIT": to.context,
+        "OPENAI_HOST": to.url,
+        "OPENAI_BASE_PATH": "v1/chat/completions",
+    }
+    folder = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Setup(
+        "goose",
+        (ConfigEdit(f"{folder}/goose/config.yaml", FileFormat.YAML, content),),
+        f"OPENAI_API_KEY={'…' if to.key else NO_KEY} goose session",
+        "Goose reads the key from the variable OPENAI_API_KEY, or from its own store.",
+    )
+
+
+def _zed(to: Endpoint) -> Setup:
+    model = {
+        "name": to.model,
+        "max_tokens": to.context,
+        "capabilities": {"tools": True, "images": to.takes_images},
+    }
+    content = {
+        "agent": {"default_model": {"provider": "mlxd", "model": to.model}},
+        "language_models": {"openai_compatible": {"mlxd": {"api_url": to.openai, "available_models": [model]}}},
+    }
+    folder = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    edit = ConfigEdit(f"{folder}/zed/settings.json", FileFormat.JSON, content, item_key="name")
+    return Setup(
+        "zed",
+        (edit,),
+        f"MLXD_API_KEY={'…' if to.key else NO_KEY} zed",
+        "Zed reads the key from the variable MLXD_API_KEY, or from its agent's settings.",
+    )
+
+
+def _cursor(to: Endpoint) -> Setup:
+    note = (
+        "Cursor has no file for this. In Settings, Models, API Keys enter:\n"
+        f"  OpenAI API key            {to.key or 'a key of mlxctl keys create cursor'}\n"
+        f"  Override OpenAI Base URL  {to.openai}\n"
+        f"  custom model              {to.model}\n"
+        "Cursor's servers call this address, not your machine: it has to be reachable from the internet over HTTPS, "
+        "and mlxd needs a key (docs/clients.md)."
+    )
+    return Setup("cursor", (), "", note)
+
+
+# Contexts hold the instructions and tools that each client sends (49 to 78 kB for Claude Code and qwen-code, 40 for
+# Codex, 31 for opencode, 3 to 9 for the others; about four bytes a token), and some turns.
+CLIENTS: Final[Mapping[str, Client]] = {
+    "claude": Client(_claude, "npm install -g @anthropic-ai/claude-code", 32768),
+    "codex": Client(_codex, "npm install -g @openai/codex", 32768),
+    "opencode": Client(_opencode, "npm install -g opencode-ai", 24576),
+    "aider": Client(_aider, "uv tool install --python 3.12 aider-chat", 8192, uses_tools=False),
+    "pi": Client(_pi, "npm install -g @mariozechner/pi-coding-agent", 16384),
+    "continue": Client(_continue, "npm install -g @continuedev/cli", 16384),
+    "qwen": Client(_qwen, "npm install -g @qwen-code/qwen-code", 32768),
+    "goose": Client(
+        _goose, "curl -fsSL https://github.com/block/goose/releases/download/stable/download_cli.sh | bash", 16384
+    ),
+    "zed": Client(_zed, "curl -f https://zed.dev/install.sh | sh", 16384),
+    "llm": Client(_llm, "uv tool install llm", 2048, uses_tools=False),
+    "cursor": Client(_cursor, "", 32768),
+}
+ALIASES: Final = {
+    "claude-code": "claude",
+    "claudecode": "claude",
+    "opencode-ai": "opencode",
+    "aider-chat": "aider",
+    "cn": "continue",
+    "qwen-code": "qwen",
+    "zeditor": "zed",
 }
 
 

@@ -131,7 +131,7 @@ class ConfigEdit(Struct, frozen=True):
 
 
 def _merge(data: Any, content: Any, item_key: str) -> bool:
-    """Merge `content` into `data` in place. Returns whether anything has changed."""
+    """Merge `content` into `data` in place. Returns whether anything has changed. Raises `NotEditable`."""
     if isinstance(content, list):
         changes = [_put(data, item, item_key) for item in content]
     else:
@@ -148,6 +148,8 @@ def _set(data: Any, name: str, value: Any, item_key: str) -> bool:
         return _merge(old, value, item_key)
     if old == value:
         return False
+    if old is not None and (isinstance(value, dict) or _is_items(value, item_key)):
+        raise NotEditable(f"its {name!r} is no {'object' if isinstance(value, dict) else 'list'}")
     data[name] = value
     return True
 

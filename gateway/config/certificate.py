@@ -88,9 +88,7 @@ def _read(path: Path) -> str:
 
 
 def _validity(pem: str, path: Path) -> tuple[float, float]:
-    """Return when the first certificate of a file becomes valid and when it expires. It is the server's own
-    certificate.
-    """
+    """Return when the first certificate of a file, which is the server's own, becomes valid and when it expires."""
     begin, end = pem.find(ssl.PEM_HEADER), pem.find(ssl.PEM_FOOTER)
     try:
         der = ssl.PEM_cert_to_DER_cert(pem[begin : end + len(ssl.PEM_FOOTER)] if 0 <= begin < end else "")

@@ -3,7 +3,8 @@
 from msgspec import structs
 
 from gateway.config.host_file import JACCL_RING, devices_of, read_hosts
-from gateway.config.settings import GroupConfig, ModelConfig
+from gateway.config.remote_settings import GroupConfig
+from gateway.config.settings import ModelConfig
 from gateway.config.source import ConfigSource
 from gateway.model_files.metadata import Unreadable, find, read_config
 from protocol.collectives import ring_problem
@@ -86,6 +87,7 @@ def _conflict(model: ModelConfig) -> str:
         "kv_bits": model.kv_bits is not None,
         "adapters": bool(model.adapters),
         "sparse_prefill": model.sparse_prefill.keep > 0,
+        "keep_warm": model.keep_warm_s > 0,
         "kv_events": bool(model.kv_events.endpoint),
         "experts": model.experts != "memory",
         "kind": model.kind not in (AUTO, TEXT),

@@ -24,6 +24,7 @@ from gateway.config.settings import (
     NAME_BYTES_MAX,
     NOT_IN_FILE,
     AudioConfig,
+    BatchesConfig,
     Config,
     ConfigError,
     KvEventsConfig,
@@ -86,6 +87,7 @@ def load_config(
         memory=source.struct(raw.get("memory", {}), MemoryConfig, ("memory",)),
         media=structs.replace(media, folders=_folders(source, media.folders, ("media", "folders"))),
         audio=source.struct(raw.get("audio", {}), AudioConfig, ("audio",)),
+        batches=source.struct(raw.get("batches", {}), BatchesConfig, ("batches",)),
         ui=source.struct(raw.get("ui", {}), UiConfig, ("ui",)),
         peers=read_peers(source, raw.get("peers", {}), models, bad_name),
         upstreams=read_upstreams(source, raw.get("upstreams", {}), models),
@@ -204,6 +206,11 @@ def _models(source: ConfigSource, raw: Any) -> dict[str, ModelConfig]:
             raise source.error("deterministic runs one request at a time: batching is 'single'", (*where, "batching"))
         if model.kv_bits and model.kind not in ("auto", "text"):
             raise source.error("kv_bits is for models that generate text", (*where, "kv_bits"))
+        if model.keep_warm_s and (model.kind not in ("auto", "text") or model.experts == "disk"):
+            text = "keep_warm is for models that generate text and have their experts in memory"
+            raise source.error(text, (*where, "keep_warm"))
+        if model.warm and model.kind not in ("auto", "text"):
+            raise source.error("warm is for models that generate text", (*where, "warm"))
         if reason := _bad_kv_events(model.kv_events):
             raise source.error(reason, (*where, "kv_events"))
         if reason := _bad_experts(model):
@@ -239,7 +246,7 @@ def _bad_kv_events(config: KvEventsConfig) -> str:
         match = _KV_EVENTS_ADDRESS.fullmatch(address)
         if match is None or not 0 < int(match[2]) < 1 << 16:
             return f"{key}: {address!r} is no address such as tcp://127.0.0.1:5557"
-        # ZeroMQ cannot bind a socket to the name `localhost`.
+        # `localhost` does not count as local, because ZeroMQ cannot bind a socket to this name.
         is_local = match[1] != "localhost" and is_loopback(match[1].strip("[]"))
         if not is_local and not config.plain:
             return f"{key}: events tell prompts to all that connect to {address}; plain = true allows it"
@@ -261,6 +268,7 @@ def _model(source: ConfigSource, name: str, body: Any, where: tuple[str, ...]) -
         profiles=_profiles(source, profiles, (*where, "profiles")),
         adapters=_adapters(source, adapters, model.kind, (*where, "adapters")),
         chat_template=_template(source, model.chat_template, (*where, "chat_template")),
+        warm=tuple(str(source.path_of(file)) for file in model.warm),
     )
 
 
@@ -314,8 +322,9 @@ def _is_jinja(text: str) -> bool:
 
 def _found_models() -> dict[str, ModelConfig]:
     demos = {name: ModelConfig(name=name, path=name) for name in DEMOS}
-    demos["demo"] = structs.replace(demos["demo"], aliases=("default",))
     names = [name for name in cached_models() if name not in (*DEMOS, "default") and not bad_name(name)]
+    # The first answer of a new installation does not wait for a load.
+    demos["demo"] = structs.replace(demos["demo"], aliases=("default",), preload=not names)
     return demos | {name: ModelConfig(name=name, path=name) for name in names}
 
 

@@ -55,7 +55,7 @@ def bad_host(host: str) -> str | None:
 
 
 def is_own(origin: str) -> bool:
-    """Whether an origin is a page on this machine, or is an app or extension and no page."""
+    """Whether an origin is a page on this machine, an app or an extension."""
     try:
         parts = urlsplit(origin)
         host = parts.hostname

@@ -1,8 +1,10 @@
-"""Settings of other machines: peers, upstreams, and hosts of groups."""
+"""Settings of other machines and of groups: peers, upstreams, ranks and their hosts."""
 
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
+
+from protocol.spec import LOCAL
 
 Seconds = Annotated[float, Meta(ge=0, le=30 * 86400)]
 
@@ -54,3 +56,31 @@ class HostFile(Struct, frozen=True):
     hosts: tuple[HostConfig, ...] = ()
     backend: str = ""
     envs: tuple[str, ...] = ()
+
+
+class GroupConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Section `group` of a model: processes, called ranks, that run the model together, each with a part of it. Without
+    ranks, one process runs the whole model.
+    """
+
+    # One entry `local` for each rank, if the group runs on this machine alone.
+    nodes: tuple[str, ...] = ()
+    # `tensor` gives each rank a part of every layer; `pipeline` gives each rank some whole layers.
+    parallel: Literal["auto", "tensor", "pipeline"] = "auto"
+    backend: Literal["auto", "ring", "nccl", "jaccl"] = "auto"
+    # Number of layers of each rank of a pipeline.
+    split: tuple[Annotated[int, Meta(ge=1)], ...] = ()
+    # Host file of mlx.launch, for a group over several machines. Its path is relative to the configuration file, and
+    # its first host is this machine.
+    hosts: str = ""
+    # Path of the Python interpreter with mlxd on the other machines; empty means the same path as on this machine.
+    python: str = ""
+    # Content of the host file.
+    launch: HostFile = HostFile()
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        """Location of each rank: `local`, or the ssh destination of its host."""
+        # mlx.launch uses no ssh for ranks at 127.0.0.1.
+        names = (LOCAL if host.ssh == "127.0.0.1" else host.ssh for host in self.launch.hosts[1:])
+        return (LOCAL, *names) if self.launch.hosts else self.nodes

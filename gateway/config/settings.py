@@ -8,10 +8,10 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct, structs
 
-from gateway.config.remote_settings import HostFile, PeerConfig, Seconds, UpstreamConfig
+from gateway.config.remote_settings import GroupConfig, PeerConfig, Seconds, UpstreamConfig
 from gateway.failed import CommandFailed
 from gateway.state_dir.home_paths import admin_socket, keys_path, log_path, run_dir, usage_path
-from protocol.spec import DEFAULT_MAX_RUNNING, LOCAL
+from protocol.spec import DEFAULT_MAX_RUNNING
 from protocol.to_worker import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN
 
 CONFIG_NAME: Final = "mlxd.toml"
@@ -202,34 +202,6 @@ class FallbackConfig(Struct, frozen=True, forbid_unknown_fields=True):
     when: tuple[Literal["unavailable", "queue", "context"], ...] = ("unavailable",)
 
 
-class GroupConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`group` of a model: processes that run it together, each with a part of it. Without ranks, one
-    process runs it.
-    """
-
-    # One entry `local` for each rank, if the group runs on this machine alone.
-    nodes: tuple[str, ...] = ()
-    # `tensor` gives each rank a part of every layer; `pipeline` gives each rank some whole layers.
-    parallel: Literal["auto", "tensor", "pipeline"] = "auto"
-    backend: Literal["auto", "ring", "nccl", "jaccl"] = "auto"
-    # Number of layers of each rank of a pipeline.
-    split: tuple[Annotated[int, Meta(ge=1)], ...] = ()
-    # Host file of mlx.launch, for a group over several machines. Its path is relative to the configuration file, and
-    # its first host is this machine.
-    hosts: str = ""
-    # Path of the Python interpreter with mlxd on the other machines; empty means the same path as on this machine.
-    python: str = ""
-    # Content of the host file.
-    launch: HostFile = HostFile()
-
-    @property
-    def ranks(self) -> tuple[str, ...]:
-        """Location of each rank: `local`, or the ssh destination of its host."""
-        # mlx.launch uses no ssh for ranks at 127.0.0.1.
-        names = (LOCAL if host.ssh == "127.0.0.1" else host.ssh for host in self.launch.hosts[1:])
-        return (LOCAL, *names) if self.launch.hosts else self.nodes
-
-
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[models.NAME]`. `path`: a folder, a Hugging Face repository in the local cache, or `demo`; default: the name."""
 
@@ -288,9 +260,16 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     pin: bool = False
     # The model is unloaded after this time without a request; 0 means never.
     ttl_s: Seconds = 0.0
+    # Until this time after its newest request, an idle model computes a token every 1.5 s, so that macOS keeps the
+    # weights ready for the GPU; 0 means never.
+    keep_warm_s: Seconds = 0.0
     fallback: FallbackConfig = FallbackConfig()
     group: GroupConfig = GroupConfig()
     kv_events: KvEventsConfig = KvEventsConfig()
+    # Files with chat requests whose prompts are put into the prefix cache after each load.
+    warm: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
+    # Whether the conversation with its newest answer is prefilled while the model is idle.
+    prefill_next_turn: bool = True
     # Adapter that a request names. This field is never in the file.
     adapter: str = ""
 
@@ -332,9 +311,10 @@ class MemoryConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MediaConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`[media]`: limits of images, video and audio in requests, and the sources from which they may be fetched."""
+    """`[media]`: limits of images, video, audio and PDFs in requests, and from where they may be fetched."""
 
-    # Maximum bytes of one image, video or audio clip, and maximum number of them in a request.
+    # Maximum bytes of one image, video, audio clip or PDF, and maximum number of them in a request. With a vision model
+    # each page of a PDF counts as an image.
     max_size_bytes: Annotated[int, Meta(ge=1024, le=48 * 1024 * 1024)] = 32 * 1024 * 1024
     max_count: Annotated[int, Meta(ge=0, le=4096)] = 64
     # Maximum pixels of an image, according to its header. A larger image is never decoded.
@@ -359,6 +339,15 @@ class AudioConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_speech_s: Annotated[float, Meta(gt=0, le=7200)] = 900.0
 
 
+class BatchesConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[batches]`: limits of files and batches on the disk."""
+
+    # Maximum bytes of all files, batches and results together; 0 turns batches off.
+    disk_bytes: Annotated[int, Meta(ge=0, le=1 << 44)] = 2 * 1024**3
+    # Files without an expiry of their own, and batches that have ended, are deleted after this time.
+    age_s: Annotated[float, Meta(ge=3600, le=366 * 86400)] = 30 * 86400.0
+
+
 class UiConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`[ui]`: which clients may administer mlxd on the web page. The page itself, with its chat, is always served."""
 
@@ -375,6 +364,7 @@ class Config(Struct, frozen=True):
     memory: MemoryConfig = MemoryConfig()
     media: MediaConfig = MediaConfig()
     audio: AudioConfig = AudioConfig()
+    batches: BatchesConfig = BatchesConfig()
     ui: UiConfig = UiConfig()
     peers: dict[str, PeerConfig] = {}
     upstreams: dict[str, UpstreamConfig] = {}
@@ -424,6 +414,10 @@ class Config(Struct, frozen=True):
     @property
     def journal_dir(self) -> Path:
         return self.home / "state" / "background"
+
+    @property
+    def batches_dir(self) -> Path:
+        return self.home / "state" / "batches"
 
     @property
     def admin_socket(self) -> Path:

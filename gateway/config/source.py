@@ -5,7 +5,7 @@ import os
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeGuard, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import Struct
@@ -103,10 +103,11 @@ class ConfigSource:
             what, _, place = str(error).partition(" - at `$.")
             field = place.rstrip("`").partition("[")[0]
             key = tuple(field.split("."))
+            what = _sentence(what) + (_choices(struct, key) if what.startswith("Invalid enum value") else "")
             if key[0] in overridden:
-                raise ConfigError(f"--{key[0].replace('_', '-')}: {_sentence(what)}") from None
+                raise ConfigError(f"--{key[0].replace('_', '-')}: {what}") from None
             line = self._locator.line((*where, *key[:-1], file_key(key[-1])), (*where, *key))
-            raise ConfigError(f"{file_key(field)}: {_sentence(what)}", self.path, line) from None
+            raise ConfigError(f"{file_key(field)}: {what}", self.path, line) from None
 
     def path_of(self, path: str) -> Path:
         """Resolve a path from the configuration file, relative to the folder of that file."""
@@ -161,6 +162,16 @@ def _hint(key: str, known: tuple[str, ...]) -> str:
         return f"it belongs in {' or '.join(homes)}"
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+
+
+def _choices(struct: type[Struct], key: tuple[str, ...]) -> str:
+    """List the values of a field that has a choice of names, as the end of a sentence; empty for other fields."""
+    kind: Any = struct
+    for name in key:
+        kind = next((each.type for each in fields(kind) if each.name == name), None) if _is_struct(kind) else None
+    kinds = (kind,) if get_origin(kind) is Literal else get_args(kind)
+    values = [value for each in kinds if get_origin(each) is Literal for value in get_args(each)]
+    return f"; one of {', '.join(values)}" if values else ""
 
 
 def _sentence(what: str) -> str:

@@ -58,6 +58,7 @@ def worker_spec(config: Config, model: ModelConfig, down: str = "", up: str = ""
         media_count=config.media.max_count,
         media_pixels=config.media.max_pixels,
         group=_group(model),
+        keep_warm_s=model.keep_warm_s,
     )
 
 

@@ -1,8 +1,8 @@
 """Commands of the operator, over the unix socket or from the web page, and their lines in the audit log."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -10,10 +10,26 @@ from gateway.access.audit_log import Action, AuditActor, Fact, entry
 from gateway.access.audit_trail import AuditTrail
 from gateway.control.audit_actor import peer_of
 from gateway.errors import ApiError
-from gateway.http.direct_write import outlet_of
+from gateway.http.direct_write import writer_of
 from gateway.request.record import record_of
+from gateway.workers.pool.pool import Pool
+
+ModelVerb = Literal["load", "unload", "restart", "pin", "unpin"]
+# A verb, its name in the audit log, and the function that carries it out for a model.
+ModelCommand = tuple[ModelVerb, Action, Callable[[str], Awaitable[None]]]
 
 _SCOPE_KEY: Final = "mlxd.command"
+
+
+def model_commands(pool: Pool) -> tuple[ModelCommand, ...]:
+    """Return the commands to a model, which the unix socket and the web page offer."""
+    return (
+        ("load", "model.load", pool.load),
+        ("unload", "model.unload", pool.unload),
+        ("restart", "model.restart", pool.restart),
+        ("pin", "model.pin", pool.pin),
+        ("unpin", "model.unpin", pool.unpin),
+    )
 
 
 @dataclass(slots=True)
@@ -37,9 +53,9 @@ class AuditedCommand:
         self._session = session
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outlet = outlet_of(scope)
+        writer = writer_of(scope)
         # The credentials are read first, because a client may disconnect while its command is carried out.
-        actor = AuditActor() if outlet is None or self._session is not None else peer_of(outlet.socket)
+        actor = AuditActor() if writer is None or self._session is not None else peer_of(writer.socket)
         outcome = "interrupted"
         try:
             await self._app(scope, receive, send)

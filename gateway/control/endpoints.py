@@ -18,7 +18,7 @@ from gateway.access.caller import OWNER
 from gateway.access.ledger import DIMENSIONS, LedgerLine
 from gateway.config.settings import ConfigError, ModelConfig, url_of
 from gateway.control.command_body import read_order
-from gateway.control.commands import Command, note
+from gateway.control.commands import Command, model_commands, note
 from gateway.control.json_endpoint import JsonHandler, get, post
 from gateway.control_types import (
     CommandDone,
@@ -58,17 +58,16 @@ def routes(
     services: Services, reloader: Reloader, url: str, drain: Callable[[float | None], Awaitable[int]]
 ) -> list[Route]:
     """Return the routes of the unix socket. `drain` ends the daemon and returns how many requests were cut off."""
-    endpoints, pool = DaemonEndpoints(services, url), services.pool
+    endpoints = DaemonEndpoints(services, url)
     return [
         get("/v1/status", endpoints.show_status),
         get("/v1/route", endpoints.route),
         get("/v1/keys/usage", endpoints.usage_by_key),
         get("/v1/usage", endpoints.usage_by_day),
-        post("/v1/models/load", endpoints.command("model.load", pool.load)),
-        post("/v1/models/unload", endpoints.command("model.unload", pool.unload)),
-        post("/v1/models/restart", endpoints.command("model.restart", pool.restart)),
-        post("/v1/models/pin", endpoints.command("model.pin", pool.pin)),
-        post("/v1/models/unpin", endpoints.command("model.unpin", pool.unpin)),
+        *(
+            post(f"/v1/models/{verb}", endpoints.command(action, run))
+            for verb, action, run in model_commands(services.pool)
+        ),
         post("/v1/config/reload", _reload_with(reloader)),
         post("/v1/drain", endpoints.drain_with(drain)),
         post("/v1/undrain", endpoints.undrain),

@@ -8,8 +8,9 @@ from starlette.types import Receive, Scope
 from gateway.control.command_body import read_order
 from gateway.control.commands import Command, note
 from gateway.control.json_endpoint import get, post
-from gateway.control_types import CancelResult, ClearedCaptures, RequestDetail, RequestList, RequestRef
+from gateway.control_types import CancelResult, ClearedCaptures, RequestDetail, RequestList, RequestRef, RequestWhy
 from gateway.errors import ApiError
+from gateway.request.why import explain
 from gateway.services import Services
 
 _ref = msgspec.json.Decoder(RequestRef)
@@ -22,6 +23,7 @@ def routes(services: Services, prefix: str = "/v1") -> list[Route]:
         post(f"{prefix}/requests/cancel", endpoints.cancel),
         post(f"{prefix}/requests/clear", endpoints.clear),
         get(f"{prefix}/requests/{{id}}", endpoints.show),
+        get(f"{prefix}/requests/{{id}}/why", endpoints.why),
     ]
 
 
@@ -29,6 +31,7 @@ class _RequestEndpoints:
     def __init__(self, services: Services) -> None:
         self._requests = services.requests
         self._captures = services.captures
+        self._services = services
 
     async def list(self, scope: Scope, receive: Receive) -> RequestList:
         """`GET /v1/requests`, with `?captured=1` for captured requests as well."""
@@ -46,6 +49,16 @@ class _RequestEndpoints:
         if detail.captured is not None:
             note(scope, Command("capture.read", name[:200]))
         return detail
+
+    async def why(self, scope: Scope, receive: Receive) -> RequestWhy:
+        """`GET /v1/requests/ID/why`: the causes of the time of a request that has ended, by its id or its answer's."""
+        name = scope["path_params"]["id"]
+        request = self._services.recent.find(name)
+        if request is None:
+            hint = " among the newest that have ended"
+            raise _unknown(name, "; it still runs" if self._requests.view(name) is not None else hint)
+        # A request without a key is the owner's own.
+        return await explain(self._services, request, shows_text=request.key is None)
 
     async def cancel(self, scope: Scope, receive: Receive) -> CancelResult:
         """`POST /v1/requests/cancel` with `{"id": ID}`. The client gets an error in its own dialect."""

@@ -12,13 +12,14 @@ def main() -> None:
 
     try:
         from gateway.ctl.cli import app
+        from gateway.ctl.help import command_of
         from gateway.failed import CommandFailed
     except KeyboardInterrupt:
         # Verbs exit with the same status on Ctrl-C.
         sys.exit(130)
 
     try:
-        app(prog_name="mlxctl")
+        command_of(app)(prog_name="mlxctl")
     except CommandFailed as failed:
         print(f"mlxctl: {failed}", file=sys.stderr)
         sys.exit(failed.status)

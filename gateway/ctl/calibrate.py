@@ -36,7 +36,7 @@ def calibrate(
     """Measure how quick a model is here, and keep it: numbers of rows, prompts, chunks, drafts and free buffers.
 
     The model is loaded once more, in a process of its own, for as long as this takes; its next worker uses the results.
-    `max_running = "auto"` is the number of rows from which twice as many gain less than a tenth.
+    `max_running = "auto"` is the batch size beyond which doubling it adds less than 10 %.
 
     Example: mlxctl calibrate demo --seconds 20
     """

@@ -29,12 +29,15 @@ from gateway.ctl import (
 )
 from gateway.ctl import calibrate as calibrating
 from gateway.ctl import config as config_verbs
-from gateway.ctl import connect as connecting
 from gateway.ctl import service as service
 from gateway.ctl import setup as setup
+from gateway.ctl.batches import batches_verb as batches
 from gateway.ctl.bench import bench_verb as bench
 from gateway.ctl.complete import Model
+from gateway.ctl.connect import connect_verb as connecting
+from gateway.ctl.connect import launch_verb as launching
 from gateway.ctl.doctor import doctor_verb as inspect
+from gateway.ctl.help import HELP_NAMES
 from gateway.ctl.model_verbs import (
     models,
     pull,
@@ -44,25 +47,54 @@ from gateway.ctl.model_verbs import (
 )
 from gateway.ctl.model_verbs.offline import check_room, is_running, model_of, read_config
 from gateway.ctl.printing import Anyway, Json, print_json, print_result
-from gateway.ctl.talk import run
+from gateway.ctl.selftest import selftest_verb as selftest
+from gateway.ctl.talk import decide, run
 from gateway.ctl.talk.chat import MaxTokens, System, Temperature
 from protocol import __version__
 
 app = typer.Typer(
-    help="Control mlxd, the serving daemon for MLX models.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": list(HELP_NAMES)},
 )
 
 app.add_typer(adapter.app, name="adapter")
+app.add_typer(batches.app, name="batches")
 app.add_typer(cache.app, name="cache")
 app.add_typer(config_verbs.app, name="config")
 app.add_typer(keys.app, name="keys")
 app.add_typer(requests.app, name="requests")
 app.add_typer(service.app, name="service")
 app.add_typer(setup.app, name="setup")
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def mlxctl(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version of mlxctl.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Control mlxd, the serving daemon for MLX models."""
+
+
+@app.command("help")
+def help_of(
+    context: typer.Context,
+    verb: Annotated[list[str] | None, typer.Argument(help="Words of a verb, such as: keys create.")] = None,
+) -> None:
+    """Show the help of a verb, or the list of all verbs.
+
+    Example: mlxctl help keys create
+    """
+    assert context.parent is not None
+    context.parent.command.main([*(verb or ()), "--help"], prog_name="mlxctl")
 
 
 @app.command()
@@ -100,8 +132,11 @@ def status(json: Json = False) -> None:
 for verb in (
     logs.logs,
     requests.cancel,
+    requests.why,
     calibrating.calibrate,
     connecting.connect,
+    launching.launch,
+    decide.decide,
     inspect.doctor,
     bench.bench,
     drain.drain,
@@ -113,6 +148,7 @@ for verb in (
     route.route,
     run.run,
     search.search,
+    selftest.selftest,
     top.top,
     ui.ui,
     drain.undrain,

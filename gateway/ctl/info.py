@@ -73,7 +73,7 @@ def print_info(name: str, info: ModelMetadata, echo: Callable[[str], None] = typ
         sizes = (f"{name} {size(count) if count else '(not here)'}" for name, count in info.adapters.items())
         echo(f"adapters   {', '.join(sizes)} beside the weights")
     if info.measured is not None:
-        echo(measured("measured  ", info.measured))
+        echo(f"speed      {measured(info.measured)}")
     if info.head:
         echo(f"head       {HEAD if info.head == 'run' else info.head}")
     echo(f"available  {size(info.available_bytes)}")

@@ -99,10 +99,13 @@ def create(name: str, fields: dict[str, Any], shares_cache: bool | None, json: b
 
     Example: mlxctl keys create alice --models 'qwen*' --rpm 60 --expires 30d
     """
+    is_first = not _file().read()
     key, secret = _file().create(
         Key(name=name, prefix="", salt="", hash="", **fields), shares_cache=shares_cache is True
     )
     _show_secret(key, secret, json)
+    if is_first and not json:
+        typer.echo("From now on every request needs a key, as: Authorization: Bearer KEY", err=True)
 
 
 def set_key(name: str, fields: dict[str, Any], shares_cache: bool | None, json: bool) -> None:

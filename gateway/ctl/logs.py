@@ -68,7 +68,7 @@ def plain(line: str) -> str:
     text = f"{fields.get('time', '')} {fields.get('level', ''):<7} {str(fields.get('message', '')).rstrip()}{rest}"
     if trace := fields.get("exception"):
         text += f"\n{trace}"
-    # The line may quote a client or a worker.
+    # The line may quote a client or a worker, so its control characters are escaped.
     return escaped(text)
 
 

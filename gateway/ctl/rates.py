@@ -4,51 +4,24 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from msgspec import Struct, field
+from msgspec import Struct
 
-from gateway.control_types import DaemonStatus, ModelStatus, Speeds
+from gateway.control_types import DaemonStatus, ModelStatus
 
 SPAN_S: Final = 0.5
 
 
-class ModelSample(Struct, frozen=True):
-    """A model with a process. Fields are named as in `ModelStatus`.
-
-    `cache_hit_rate` is the fraction of prompt tokens since the daemon's start that were cached; None if there were
-    none.
+class ModelSample(ModelStatus, frozen=True, kw_only=True):
+    """Status of a model with a process, and its rates. `memory_bytes` is the measured memory of the process if known,
+    and `waiting` also counts requests that wait for the worker.
     """
 
-    name: str
-    state: str
-    pid: int
     uptime_s: float
-    running: int
-    waiting: int
-    slots: int
-    memory_bytes: int
-    share_bytes: int
-    weights_bytes: int
-    kv_bytes: int
     tokens_per_s: float
+    # Fraction of prompt tokens since the daemon's start that were cached; None if there were none.
     cache_hit_rate: float | None
-    # `loaded` is the progress of a load, from 0 to 1.
+    # Progress of a load, from 0 to 1.
     loaded: float
-    # `batch_mode_reason` says why the model uses a slower batch mode, which keeps results exact; empty for the fastest
-    # mode.
-    batch_mode_reason: str = field(name="lane_reason")
-    # `speculation` is the state of drafting, `auto` or `off`; `draft_gain` is its measured speed-up.
-    speculation: str
-    drafted_tokens: int
-    accepted_tokens: int
-    draft_gain: float
-    # Sparse prefills are counted by prompt, by the tokens of these prompts, and by the tokens that were kept.
-    sparse_prompts: int
-    sparse_prompt_tokens: int
-    sparse_kept_tokens: int
-    # `measured` holds the speeds that the model's workers have measured on this machine.
-    measured: Speeds | None = None
-    # `attention` is `kernel`, or `mlx` with the reason why the kernel is not used.
-    attention: str = ""
 
 
 class RateSample(Struct, frozen=True):
@@ -113,7 +86,7 @@ def _model(before: ModelStatus | None, after: ModelStatus, span_s: float) -> Mod
         "cache_hit_rate": round(after.prompt_tokens_cached / after.prompt_tokens, 4) if after.prompt_tokens else None,
         "loaded": after.loaded_bytes / after.total_bytes if after.total_bytes else 0.0,
     }
-    same = {name: getattr(after, name) for name in ModelSample.__struct_fields__ if name not in own}
+    same = {name: getattr(after, name) for name in ModelStatus.__struct_fields__ if name not in own}
     return ModelSample(**own, **same)
 
 

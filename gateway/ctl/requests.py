@@ -1,4 +1,4 @@
-"""`mlxctl requests` and `mlxctl cancel`: running and captured requests, and how to end one."""
+"""`mlxctl requests`, `mlxctl cancel` and `mlxctl why`: requests, how to end one, and why one was slow."""
 
 from contextlib import suppress
 from datetime import datetime
@@ -15,6 +15,7 @@ from gateway.control_types import (
     RequestDetail,
     RequestList,
     RequestView,
+    RequestWhy,
 )
 from gateway.ctl.client import get, post
 from gateway.ctl.printing import Json, console, harmless, print_json, print_result
@@ -78,6 +79,33 @@ def cancel(request: Id, json: Json = False) -> None:
     """
     done = post("/v1/requests/cancel", {"id": request}, CancelResult)
     print_result(done, f"{done.id} is cancelled", json)
+
+
+def why(request: Id, json: Json = False) -> None:
+    """Explain why a request was slow: what it waited for, and why its prompt was not cached, the worst cause first.
+
+    The id may also be that of the answer. The newest thousand requests that have ended are known.
+
+    Example: mlxctl why req_0123456789abcdef01234567
+    """
+    found = get(f"/v1/requests/{quote(request, safe='')}/why", RequestWhy)
+    if json:
+        print_json(found)
+        return
+    timing = found.timing
+    first = "no token" if timing.ttft_ms is None else f"first token after {_seconds(timing.ttft_ms)}"
+    typer.echo(f"{found.id} for {found.model} took {_seconds(timing.total_ms)}, {first} ({found.outcome})")
+    typer.echo(
+        f"prompt of {timing.prompt_tokens} tokens, {timing.cached_tokens} of them cached"
+        f"{f' ({timing.restored_tokens} from disk)' if timing.restored_tokens else ''}; "
+        f"answer of {timing.completion_tokens}"
+    )
+    for cause in found.causes:
+        typer.echo(harmless(f"{_seconds(cause.ms) if cause.ms else '-':>9}  {cause.text}"))
+
+
+def _seconds(ms: float) -> str:
+    return f"{ms:.0f} ms" if ms < 1000 else f"{ms / 1000:.1f} s"
 
 
 def _table(found: RequestList) -> None:

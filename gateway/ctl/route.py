@@ -56,12 +56,12 @@ def _table(places: list[PlaceView]) -> Table:
         (
             Text(place.name or HERE, style="bold" if place.is_chosen else ""),
             place.state or "-",
-            "-" if place.objection else f"{place.wait_s:.1f} s",
-            f"{place.load_s:.0f} s" if place.load_s and not place.objection else "-",
+            "-" if place.ineligibility else f"{place.wait_s:.1f} s",
+            f"{place.load_s:.0f} s" if place.load_s and not place.ineligibility else "-",
             f"{place.prefill_rate:.0f}/s" if place.prefill_rate else "-",
-            "-" if place.objection else f"{place.cost_s:.1f} s",
+            "-" if place.ineligibility else f"{place.cost_s:.1f} s",
             place.form[:8] or "-",
-            place.objection or ("chosen" if place.is_chosen else ""),
+            place.ineligibility or ("chosen" if place.is_chosen else ""),
         )
         for place in places
     )

@@ -18,8 +18,10 @@ from gateway.control_types import (
 )
 from gateway.ctl.prefix_files import PrefixFolder
 from gateway.ctl.printing import console
-from gateway.ctl.rates import ModelSample, RateSample, waiting
+from gateway.ctl.rates import RateSample, waiting
 
+# Drafted tokens before which the gain of drafts is too uncertain to be shown.
+MIN_GAIN_TOKENS = 1000
 # Models of these kinds generate no tokens.
 OUTPUT_UNITS = {"embed": "embeddings", "rerank": "scores of pairs", "audio": "transcripts or speech"}
 STATE_COLORS = {
@@ -64,7 +66,7 @@ def ranks(name: str, group: GroupStatus) -> None:
         out.print(f"  rank {rank.rank}: {place}, weights {weights}, {active} allocated, step {rank.step_ms:.1f} ms")
 
 
-def notes(models: Sequence[ModelStatus | ModelSample]) -> None:
+def notes(models: Sequence[ModelStatus]) -> None:
     """Print notes about models: slower batch modes, the state and gain of drafting, and measured speeds."""
     out = console()
     for model in models:
@@ -75,14 +77,13 @@ def notes(models: Sequence[ModelStatus | ModelSample]) -> None:
         if model.attention.startswith("mlx, "):
             out.print(f"{model.name}: attention by {model.attention}")
         if model.measured is not None and (model.measured.decode or model.measured.prefill):
-            out.print(measured(model.name, model.measured))
+            out.print(f"{model.name}: {measured(model.measured)}")
         if model.drafted_tokens:
             right = 100 * model.accepted_tokens // model.drafted_tokens
             tokens = "1 token" if model.drafted_tokens == 1 else f"{model.drafted_tokens} tokens"
-            out.print(
-                f"{model.name}: {tokens} drafted, {right} % right; steps with drafts give "
-                f"{model.draft_gain:.2f} × the tokens a second of steps without"
-            )
+            gain = f"; steps with drafts give {model.draft_gain:.2f} × the tokens a second of steps without"
+            has_gain = model.drafted_tokens >= MIN_GAIN_TOKENS and model.draft_gain > 0
+            out.print(f"{model.name}: {tokens} drafted, {right} % right{gain if has_gain else ''}")
         if model.sparse_prompts:
             part = 100 * model.sparse_kept_tokens // max(1, model.sparse_prompt_tokens)
             prompts = f"{model.sparse_prompts} prompt{'' if model.sparse_prompts == 1 else 's'}"
@@ -91,7 +92,7 @@ def notes(models: Sequence[ModelStatus | ModelSample]) -> None:
             )
 
 
-def measured(name: str, speeds: Speeds) -> str:
+def measured(speeds: Speeds) -> str:
     """Format the measured speeds of a model as one line."""
     parts = [f"{rate:.0f} tok/s with {rows} row{'' if rows == 1 else 's'}" for rows, rate in speeds.decode]
     if speeds.prefill:
@@ -100,7 +101,7 @@ def measured(name: str, speeds: Speeds) -> str:
         parts.append(f"load {speeds.load_s:.1f} s")
     how = "calibrated" if speeds.calibrated_at else "measured"
     best = f"; max_running = {speeds.max_running} is enough" if speeds.max_running else ""
-    return f"{name}: {how} here: {', '.join(parts)}{best}"
+    return f"{how} here: {', '.join(parts)}{best}"
 
 
 def headline(daemon: DaemonStatus | RateSample) -> str:
@@ -136,7 +137,7 @@ def _row(model: ModelStatus) -> tuple[object, ...]:
         model.context or "-",
         model.generation_tokens,
         model.restarts,
-        ", ".join(model.aliases),
+        ", ".join(model.aliases) or "-",
     )
 
 

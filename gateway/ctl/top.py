@@ -62,7 +62,6 @@ def look(span_s: float) -> View:
 
 
 def render(view: View) -> Group:
-    """Render a view for people."""
     sample = view.sample
     memory = f"{size(sample.memory_bytes)} of {size(view.budget_bytes)}"
     waiting = f", {sample.waiting} waiting" if sample.waiting else ""

@@ -16,7 +16,7 @@ def ui(
     revoke: Annotated[bool, typer.Option("--revoke", help="End every session of the page.")] = False,
     json: Json = False,
 ) -> None:
-    """Open the page in the browser, logged in. The link works once, for a minute.
+    """Open the page in the browser, logged in by a link. The link works once, and expires after a minute.
 
     Example: mlxctl ui
     """

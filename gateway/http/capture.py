@@ -52,8 +52,8 @@ class Recorder:
         self._receive = receive
         self._send = send
         kind = next((value for name, value in self._headers if name.lower() == b"content-type"), b"")
-        self._request_body: _Body | _Bytes = _Bytes() if kind.startswith(FORM) else _Body(MediaDigests())
-        self._response_body: _Body | _Bytes = _Body()
+        self._request_body: _Body | _BodyDigest = _BodyDigest() if kind.startswith(FORM) else _Body(MediaDigests())
+        self._response_body: _Body | _BodyDigest = _Body()
         self._response_headers: list[Header] = []
 
     async def receive(self) -> Message:
@@ -66,7 +66,7 @@ class Recorder:
         if message["type"] == "http.response.start":
             self._response_headers = list(message.get("headers", ()))
             if any(name == b"content-type" and value.startswith(_AUDIO) for name, value in self._response_headers):
-                self._response_body = _Bytes()
+                self._response_body = _BodyDigest()
         else:
             self._response_body.add(message.get("body", b""))
         await self._send(message)
@@ -119,7 +119,7 @@ class _Body:
         return b"".join(self._chunks).decode(errors="replace")
 
 
-class _Bytes:
+class _BodyDigest:
     """Records the size and digest of a body that is not text: a form with a file, or an audio file."""
 
     is_cut = False
@@ -144,7 +144,7 @@ def _redacted(headers: list[Header]) -> list[tuple[str, str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _CaptureFile:
     """A stored capture file. Only the thread of `Captures` uses it."""
 
     path: Path
@@ -163,7 +163,7 @@ class Captures:
         self._room = threading.Semaphore(PENDING_MAX)
         self._is_failing = False
         # Stored files, the oldest first; None until the folder was read. Only the thread uses the list.
-        self._ring: list[_Kept] | None = None
+        self._ring: list[_CaptureFile] | None = None
 
     @property
     def is_on(self) -> bool:
@@ -223,7 +223,7 @@ class Captures:
             self._note_failure(error.strerror or str(error))
             return
         self._is_failing = False
-        kept.append(_Kept(path, len(data), _line.decode(data)))
+        kept.append(_CaptureFile(path, len(data), _line.decode(data)))
         self._swept()
 
     def _note_failure(self, why: str) -> None:
@@ -245,7 +245,7 @@ class Captures:
         self._delete(kept, count)
         return count
 
-    def _swept(self) -> list[_Kept]:
+    def _swept(self) -> list[_CaptureFile]:
         """Delete captures that exceed the limits, and return those that are left."""
         settings = self._settings()
         kept = self._load()
@@ -260,21 +260,21 @@ class Captures:
         self._delete(kept, count)
         return kept
 
-    def _delete(self, kept: list[_Kept], count: int) -> None:
+    def _delete(self, kept: list[_CaptureFile], count: int) -> None:
         for one in kept[:count]:
             with suppress(OSError):
                 one.path.unlink(missing_ok=True)
         del kept[:count]
 
-    def _load(self) -> list[_Kept]:
+    def _load(self) -> list[_CaptureFile]:
         if self._ring is None:
             self._ring = []
             for path in sorted(self._folder.glob("*.json")) if self._folder.is_dir() else ():
                 try:
                     data = path.read_bytes()
-                    self._ring.append(_Kept(path, len(data), _line.decode(data)))
+                    self._ring.append(_CaptureFile(path, len(data), _line.decode(data)))
                 except (OSError, msgspec.DecodeError):
-                    # Any file that is no capture is deleted. A power cut may have left a partial file.
+                    # Files that are no captures are deleted. One may be a partial file that a power cut has left.
                     with suppress(OSError):
                         path.unlink(missing_ok=True)
             if self._ring:

@@ -24,8 +24,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from gateway.errors import SERVER, ApiError, error_headers, openai_body
-from gateway.http.connection_limits import Connections, Opening
-from gateway.http.direct_write import KEY, CloseDelimited, DirectWriter, outlet_of, queued_bytes
+from gateway.http.connection_limits import STALLS_MAX, Connections, Opening, StallCheck
+from gateway.http.direct_write import KEY, CloseDelimited, DirectWriter, unsent_bytes, writer_of
+from gateway.http.websocket import GuardedWebSocket, WebSocketRules, is_handshake
 
 log = logging.getLogger(__name__)
 # uvicorn warns of each malformed request, so any client that can connect could fill the log.
@@ -49,8 +50,6 @@ PIPELINED_BYTES_MAX: Final = 64 * 1024
 
 # Delays between probes that check whether a half-closed client is still there. The last delay repeats.
 PROBES_S: Final = (0.01, 0.05, 0.25, 1.0, 5.0)
-# A client is stalled if it has read nothing at this many consecutive checks.
-STALLS_MAX: Final = 2
 READ_BYTES: Final = 65536
 
 # Clients skip any number of 100s before an answer, but Python's http.client would take a 102 for the answer.
@@ -97,8 +96,9 @@ _HEAD_TOO_LARGE: Final = (_TOO_LARGE, "headers")
 class GuardedProtocol(HttpToolsProtocol):
     """Protocol of one connection.
 
-    Its parser keeps an unfinished head in memory, so the bytes fed to the parser are counted. At most one timer runs at
-    a time, and it never ends a connection while an answer is being written.
+    Its parser keeps an unfinished head in memory, so the bytes fed to the parser are counted. There is at most one
+    deadline (`_deadline`) at a time, and it never ends a connection while a request is being answered. A client that
+    does not read its answer is dropped by `check_stalled`.
     """
 
     head_timeout_s = HEAD_TIMEOUT_S
@@ -113,10 +113,12 @@ class GuardedProtocol(HttpToolsProtocol):
         *,
         connections: Connections,
         handshake: Opening | None = None,
+        websockets: WebSocketRules | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.logger = log
         self._registry = connections
+        self._websockets = websockets
         # `_handshake` is None on plain TCP and on the unix socket.
         self._handshake = handshake
         self._is_in_head = True
@@ -137,8 +139,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._dropped_bytes = 0
         self._prober: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
-        self._unsent_bytes = 0
-        self._stalls = 0
+        self._stall_check = StallCheck()
         # Number of consecutive checks at which the write buffer was full.
         self._full_checks = 0
 
@@ -182,26 +183,14 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def check_stalled(self) -> None:
-        size = self._unsent()
-        # Data that is still being added to the buffer does not mean a stalled client. The client is judged once the
-        # buffer is full.
         is_growing = self._is_answering and not self.flow.write_paused and not self.transport.is_closing()
-        self._stalls = self._stalls + 1 if 0 < self._unsent_bytes <= size and not is_growing else 0
-        self._unsent_bytes = size
+        is_stalled = self._stall_check.is_stalled(unsent_bytes(self.transport, self._handshake), is_growing)
         self._full_checks = self._full_checks + 1 if self.flow.write_paused else 0
         if self._full_checks == STALLS_MAX:
             # A slow reader must not keep new clients out, so its connection counts as idle from now on.
             self._registry.mark_idle(self)
-        if self._stalls == STALLS_MAX:
+        if is_stalled:
             self._drop("write_timeout")
-
-    def _unsent(self) -> int:
-        size = self.transport.get_write_buffer_size()
-        if self._handshake is not None:
-            size += self._handshake.unsent()
-        # The system's own buffer counts too: a socket becomes writable only when a third of it is free, which may be
-        # megabytes.
-        return size and size + queued_bytes(self.transport.get_extra_info("socket"))
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -228,9 +217,9 @@ class GuardedProtocol(HttpToolsProtocol):
         if not cycle.response_started:
             self.transport.write(_CONTINUE)
         elif cycle.chunked_encoding:
-            outlet = outlet_of(cycle.scope)  # type: ignore[reportArgumentType]  # uvicorn's type is narrower
+            writer = writer_of(cycle.scope)  # type: ignore[reportArgumentType]  # uvicorn's type is narrower
             # Only the answers that are event streams are chunked.
-            if outlet is not None and not outlet.is_within_event:
+            if writer is not None and not writer.is_within_event:
                 self.transport.write(_COMMENT)
         delay_s = PROBES_S[min(number, len(PROBES_S) - 1)]
         self._prober = self.loop.call_later(delay_s, self._probe, number + 1)
@@ -247,38 +236,66 @@ class GuardedProtocol(HttpToolsProtocol):
         was_pipelined = bool(self.pipeline)
         self._has_progressed = False
         try:
-            self._feed(data)
-            self._count(len(data), was_pipelined)
+            if self._feed(data):
+                self._count(len(data), was_pipelined)
         except httptools.HttpParserError:
             self._refuse(self._refused or RefusedConnection(_INVALID, "invalid"))
         except RefusedConnection as refused:
             self._refuse(refused)
 
-    def _feed(self, data: bytes) -> None:
+    def _feed(self, data: bytes) -> bool:
+        """Parse input. Returns False if the connection has become a WebSocket."""
         while True:
             try:
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as offer:
-                data = self._decline(data[offer.args[0] :])
+                rest = data[offer.args[0] :]
+                if not rest and self._become_websocket():
+                    return False
+                data = self._decline(rest)
             else:
-                return
+                return True
+
+    def _become_websocket(self) -> bool:
+        """Give the connection to a WebSocket protocol, which answers the handshake. Returns False if the request is no
+        handshake that is served here.
+        """
+        rules = self._websockets
+        is_free = not (self._is_answering or self.pipeline or self._drops_input)
+        if rules is None or not is_free or not is_handshake(rules, self.parser, self.url, self.headers):
+            return False
+        self._disarm()
+        self.connections.discard(self)
+        socket = GuardedWebSocket(
+            self.config, self.server_state, self.app_state, self.loop, self._registry, rules, self._handshake
+        )
+        self._registry.replace(self, socket)
+        socket.connection_made(self.transport)
+        socket.data_received(self._head(self.headers))
+        self.transport.set_protocol(socket)
+        return True
+
+    def _head(self, headers: list[tuple[bytes, bytes]]) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)]
+        return b"".join([*lines, *(b"%b: %b\r\n" % field for field in headers), b"\r\n"])
 
     def _decline(self, rest: bytes) -> bytes:
         """Parse the request again without its upgrade offer, which RFC 9110 7.8 allows. Returns the bytes to parse.
 
-        With the offer, the parser would leave everything after the head to the other protocol. This cannot be
-        configured.
+        With the offer, the parser would leave everything after the head to the other protocol. The parser has no option
+        to prevent this.
         """
-        version = self.parser.get_http_version().encode()
-        head = [b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)]
-        head += [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
+        head = self._head([field for field in self.headers if field[0] != b"upgrade"])
         self._is_offered = False
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        return b"".join([*head, b"\r\n", rest])
+        return head + rest
 
     def _count(self, size: int, was_pipelined: bool) -> None:
-        """Count input that never ends or was not requested. Raises `RefusedConnection` beyond a limit."""
+        """Count input that completes nothing, belongs to a later request, or arrives after its answer. Raises
+        `RefusedConnection` beyond a limit.
+        """
         self._bytes_without_progress = 0 if self._has_progressed else self._bytes_without_progress + size
         if self._bytes_without_progress > HEAD_BYTES_MAX:
             raise RefusedConnection(*(_HEAD_TOO_LARGE if self._is_in_head else (_INVALID, "trailers")))
@@ -286,7 +303,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._pipelined_bytes += size if was_pipelined else 0
             if self._pipelined_bytes > PIPELINED_BYTES_MAX:
                 raise RefusedConnection(b"", "pipelined")
-            # uvicorn has paused reading. It must continue, or a client that leaves would not be noticed.
+            # uvicorn has paused reading. Reading must continue here, because otherwise a client that leaves would not
+            # be noticed.
             self.flow.resume_reading()
         elif self._is_in_head:
             if not self._has_progressed and self._deadline is None:
@@ -376,7 +394,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._is_in_head = self._has_progressed = True
         if self.cycle.response_complete:
-            # The rest of this body ended uvicorn's own timer for idle connections when it arrived.
+            # uvicorn's own timer for idle connections ended when the rest of this body arrived, so this timer takes its
+            # place.
             self._arm(self.head_timeout_s)
 
     def _use_field_bytes(self, size: int) -> None:

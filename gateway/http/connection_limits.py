@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 RESERVED_FILES: Final = 128
 FILES_PER_WORKER: Final = 8
 WORKERS_COUNTED: Final = 16
-# The reserve is at least 1/16 of the limit. A large limit can spare it, as nothing else needs descriptors.
+# The reserve is at least 1/16 of the limit. If the limit is large, this costs nothing: only client connections
+# would use these descriptors.
 RESERVED_FILES_PART: Final = 16
 # A daemon for fewer clients than this would be useless, so it refuses to start.
 CLIENTS_MIN: Final = 64
@@ -35,6 +36,8 @@ CHECK_INTERVAL_S: Final = 15.0
 CHECK_INTERVAL_MIN_S: Final = 0.01
 # Checking a batch of this size takes about a millisecond.
 CHECKS_PER_TURN: Final = 1000
+# A client is stalled if it has read nothing at this many consecutive checks.
+STALLS_MAX: Final = 2
 
 PUBLIC: Final = "public"
 ADMIN: Final = "admin"
@@ -59,7 +62,7 @@ class LimitedConnection(Protocol):
 
 
 class Opening(LimitedConnection, Protocol):
-    """A TLS handshake as the registry sees it. Another connection takes its place when it is done."""
+    """A TLS handshake as the registry sees it. When it is done, the secured connection takes its place."""
 
     def finish(self, transport: Transport) -> None:
         """Give the place in the registry to the protocol of `transport`."""
@@ -68,6 +71,26 @@ class Opening(LimitedConnection, Protocol):
     def unsent(self) -> int:
         """Return the number of encrypted bytes that the system has not accepted yet."""
         ...
+
+
+class StallCheck:
+    """Judges at regular checks whether a client has stopped reading."""
+
+    __slots__ = ("_stalls", "_unsent_bytes")
+
+    def __init__(self) -> None:
+        self._unsent_bytes = 0
+        self._stalls = 0
+
+    def is_stalled(self, unsent_bytes: int, is_growing: bool) -> bool:
+        """Whether the client has read nothing since the earlier checks. Call it once for each check.
+
+        A buffer that `is_growing` does not mean a stalled client. The client is judged once the buffer is full.
+        """
+        is_stall = 0 < self._unsent_bytes <= unsent_bytes and not is_growing
+        self._stalls = self._stalls + 1 if is_stall else 0
+        self._unsent_bytes = unsent_bytes
+        return self._stalls == STALLS_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +183,14 @@ class Connections:
         address = self._open.get(connection)
         if address is not None:
             self._idle[connection] = self._peers[address].idle[connection] = None
+
+    def replace(self, old: LimitedConnection, new: LimitedConnection) -> None:
+        """Give the place of a connection to the one that serves its client from now on, which is idle."""
+        address = self._open[old]
+        self.mark_busy(old)
+        del self._open[old]
+        self._open[new] = address
+        self.mark_idle(new)
 
     def dropped(self, reason: str) -> None:
         """Count a connection that was ended because of its client's behaviour."""

@@ -1,16 +1,17 @@
 """Direct writes to the transport, used for pieces of streams and for HTTP/1.0 bodies, which have no chunks."""
 
+import asyncio
 import fcntl
 import socket
 import struct
 import sys
 import termios
-from typing import Final
+from typing import Final, Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-KEY: Final = "mlxd.outlet"
+KEY: Final = "mlxd.writer"
 # macOS's equivalent of Linux's TIOCOUTQ, for which Python has no name.
 SO_NWRITE: Final = 0x1024
 
@@ -71,7 +72,7 @@ class CloseDelimited:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outlet: DirectWriter = scope[KEY]
+        writer: DirectWriter = scope[KEY]
         is_sized = True
 
         async def send_plainly(message: Message) -> None:
@@ -79,17 +80,33 @@ class CloseDelimited:
             if message["type"] == "http.response.start":
                 is_sized = any(name.lower() == b"content-length" for name, _ in message["headers"])
                 if not is_sized:
-                    outlet.write_plainly()
+                    writer.write_plainly()
             elif not is_sized:
-                outlet.expect(len(message.get("body", b"")))
+                writer.expect(len(message.get("body", b"")))
             await send(message)
 
         await self._app(scope, receive, send_plainly)
 
 
-def outlet_of(scope: Scope) -> DirectWriter | None:
+def writer_of(scope: Scope) -> DirectWriter | None:
     """Return the connection's direct writer; None if another server than ours runs the app."""
     return scope.get(KEY)
+
+
+class EncryptedWrites(Protocol):
+    """TLS below a transport, as far as its buffer is concerned."""
+
+    def unsent(self) -> int: ...
+
+
+def unsent_bytes(transport: asyncio.Transport, tls: EncryptedWrites | None) -> int:
+    """Return the number of written bytes that the client has not acknowledged."""
+    size = transport.get_write_buffer_size()
+    if tls is not None:
+        size += tls.unsent()
+    # The system's own buffer counts too: a socket becomes writable only when a third of it is free, which may be
+    # megabytes.
+    return size and size + queued_bytes(transport.get_extra_info("socket"))
 
 
 def queued_bytes(connection: socket.socket) -> int:

@@ -9,13 +9,14 @@ from typing import Any, Final
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-# uvloop itself uses this class between socket and protocol. Its `start_tls` would lose data that was read before its
-# first step.
+# uvloop's own TLS layer between socket and protocol. uvloop's `start_tls` is not used, because it would lose data that
+# was read before its first step.
 from uvloop.loop import SSLProtocol  # type: ignore[attr-defined]  # its stub leaves it out
 
 from gateway.http.connection import GuardedProtocol
 from gateway.http.connection_limits import Connections
 from gateway.http.tls import Tls
+from gateway.http.websocket import WebSocketRules
 
 HANDSHAKE_S: Final = 10.0
 # Maximum size of the buffer for an unread answer, the same as on plain TCP; asyncio's default for TLS is eight times
@@ -39,13 +40,14 @@ class Handshake(asyncio.Protocol):
         connections: Connections,
         tls: Tls,
         handshake_s: float = HANDSHAKE_S,
+        websockets: WebSocketRules | None = None,
     ) -> None:
         self._registry = connections
         self._tls = tls
         self._handshake_s = handshake_s
         self._server_connections = server_state.connections
         self._make_inner = lambda: GuardedProtocol(
-            config, server_state, app_state, _loop, connections=connections, handshake=self
+            config, server_state, app_state, _loop, connections=connections, handshake=self, websockets=websockets
         )
         self._transport: asyncio.Transport
 
@@ -102,8 +104,10 @@ class Handshake(asyncio.Protocol):
         self._server_connections.discard(self)  # type: ignore[arg-type]
 
 
-def listener_protocol(connections: Connections, tls: Tls | None) -> Callable[..., asyncio.Protocol]:
+def listener_protocol(
+    connections: Connections, tls: Tls | None, websockets: WebSocketRules | None = None
+) -> Callable[..., asyncio.Protocol]:
     """Return uvicorn's protocol factory for a listener's connections."""
     if tls is None:
-        return partial(GuardedProtocol, connections=connections)
-    return partial(Handshake, connections=connections, tls=tls)
+        return partial(GuardedProtocol, connections=connections, websockets=websockets)
+    return partial(Handshake, connections=connections, tls=tls, websockets=websockets)

@@ -1,5 +1,7 @@
 """Parser of `multipart/form-data` (RFC 7578). It returns plain fields, and one file as bytes."""
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,46 +25,74 @@ class MultipartForm:
 
     fields: tuple[tuple[str, str], ...]
     file: bytes | None
+    filename: str = ""
 
 
 def read_form(body: bytes, content_type: str, file_field: str) -> MultipartForm:
     """Parse a body. `file_field` is the name of the field that has the file. Raises `BadRequest`."""
-    kind, options = parse_options_header(content_type)
-    boundary = options.get(b"boundary", b"")
-    if kind != FORM or not boundary:
-        raise BadRequest("The body must be multipart/form-data with a boundary.", code="invalid_content_type")
-    reader = _Reader(file_field)
+    reader = FormParser(content_type, file_field)
+    reader.feed(body)
+    return reader.end()
+
+
+class FormParser:
+    """Parser of a body that arrives in pieces. Methods raise `BadRequest`."""
+
+    def __init__(self, content_type: str, file_field: str, on_file: Callable[[bytes], None] | None = None) -> None:
+        """`on_file` is called with each piece of the file, which is then not part of the form."""
+        kind, options = parse_options_header(content_type)
+        boundary = options.get(b"boundary", b"")
+        if kind != FORM or not boundary:
+            raise BadRequest("The body must be multipart/form-data with a boundary.", code="invalid_content_type")
+        self._parts = reader = _Reader(file_field, on_file)
+        with _translated():
+            self._parser = MultipartParser(
+                boundary,
+                {
+                    "on_part_begin": reader.begin,
+                    "on_header_field": reader.name_header,
+                    "on_header_value": reader.value_header,
+                    "on_header_end": reader.end_header,
+                    "on_headers_finished": reader.headed,
+                    "on_part_data": reader.take,
+                    "on_part_end": reader.end,
+                    "on_end": reader.close,
+                },
+                max_header_count=_HEADERS_MAX,
+                max_header_size=_HEADER_BYTES_MAX,
+            )
+
+    def feed(self, data: bytes) -> None:
+        """Parse the next piece of the body."""
+        with _translated():
+            self._parser.write(data)
+
+    def end(self) -> MultipartForm:
+        """Return the form of a body that has arrived."""
+        reader = self._parts
+        with _translated():
+            self._parser.finalize()
+        if not reader.is_whole:
+            raise BadRequest("The form cannot be read: it has no end.", code="invalid_form")
+        return MultipartForm(tuple(reader.fields), reader.file, reader.filename)
+
+
+@contextmanager
+def _translated() -> Generator[None]:
     try:
-        parser = MultipartParser(
-            boundary,
-            {
-                "on_part_begin": reader.begin,
-                "on_header_field": reader.name_header,
-                "on_header_value": reader.value_header,
-                "on_header_end": reader.end_header,
-                "on_headers_finished": reader.headed,
-                "on_part_data": reader.take,
-                "on_part_end": reader.end,
-                "on_end": reader.close,
-            },
-            max_header_count=_HEADERS_MAX,
-            max_header_size=_HEADER_BYTES_MAX,
-        )
-        parser.write(body)
-        parser.finalize()
+        yield
     except FormParserError as error:
         raise BadRequest(f"The form cannot be read: {error}.", code="invalid_form") from None
-    if not reader.is_whole:
-        raise BadRequest("The form cannot be read: it has no end.", code="invalid_form")
-    return MultipartForm(tuple(reader.fields), reader.file)
 
 
 class _Reader:
     """State of the parser: the current part and the completed parts."""
 
-    def __init__(self, file_field: str) -> None:
+    def __init__(self, file_field: str, on_file: Callable[[bytes], None] | None) -> None:
         self.fields: list[tuple[str, str]] = []
         self.file: bytes | None = None
+        self.filename = ""
+        self._on_file = on_file
         self.is_whole = False
         self._file_field = file_field
         self._parts = 0
@@ -99,13 +129,18 @@ class _Reader:
         self._is_file = self._name == self._file_field
         if self._is_file and self.file is not None:
             raise BadRequest(f"The form has more than one '{self._name}'.", self._name, "invalid_value")
+        if self._is_file:
+            self.filename = options.get(b"filename", b"").decode("utf-8", errors="replace")
 
     def take(self, data: bytes, start: int, end: int) -> None:
         self._size += end - start
         if not self._is_file and self._size > FIELD_BYTES_MAX:
             message = f"'{self._name[:100]}' is larger than {FIELD_BYTES_MAX} bytes."
             raise BadRequest(message, self._name[:100], "invalid_value")
-        self._pieces.append(data[start:end])
+        if self._is_file and self._on_file is not None:
+            self._on_file(data[start:end])
+        else:
+            self._pieces.append(data[start:end])
 
     def end(self) -> None:
         value = b"".join(self._pieces)

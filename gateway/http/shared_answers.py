@@ -64,7 +64,8 @@ class SharedAnswers:
                 answer.lease.close()
 
     async def _body(self, answer: _SharedAnswer, size_bytes: int, make: Callable[[], Awaitable[bytes]]) -> bytes:
-        """Make the answer in the first reader that does not leave meanwhile.
+        """Return the answer, which the first reader makes. If that reader's client leaves meanwhile, the next reader
+        makes it.
 
         If making it fails, all waiting readers get the same error.
         """
@@ -82,5 +83,6 @@ class SharedAnswers:
             return answer.body
 
     async def _reach(self, lease: BodyLease, size_bytes: int) -> None:
-        # An answer includes more than its request. If it is larger than all memory for bodies, it is sent nevertheless.
+        # An answer may be larger than all memory for bodies, because it includes more than its request. It is sent
+        # nevertheless.
         await lease.reach(min(size_bytes, self._bodies.largest_bytes()))

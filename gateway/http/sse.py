@@ -3,7 +3,7 @@ stall are detected.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,6 +16,7 @@ from gateway.http.encoder import Fold, StreamEncoder
 from gateway.http.exchange import CLIENT_CLOSED, ResponseSender, send_body
 from gateway.request.generation import Generation
 from gateway.request.record import ChunkWriter, Header, RequestRecord
+from protocol.from_worker import Progress
 
 STALLS_MAX: Final = 2
 EVENTS: Final = b"text/event-stream; charset=utf-8"
@@ -25,6 +26,8 @@ _UNBUFFERED: Final[tuple[Header, ...]] = (
     # nginx does not buffer an answer with this header.
     (b"x-accel-buffering", b"no"),
 )
+# Encoder of the progress of a prefill as an event.
+EncodeProgress = Callable[[Progress], bytes]
 HEADERS: Final[tuple[Header, ...]] = ((b"content-type", EVENTS), *_UNBUFFERED)
 
 
@@ -120,7 +123,7 @@ class StreamWatch:
             self._task.cancel()
 
 
-class _Stream:
+class _ResponseStream:
     """One response that is being written."""
 
     def __init__(
@@ -132,8 +135,11 @@ class _Stream:
         pace: StreamTiming,
         writer: ChunkWriter | None,
         kind: bytes,
+        on_progress: EncodeProgress | None,
     ) -> None:
         self._generation = generation
+        generation.wakes_on_progress = on_progress is not None
+        self._on_progress = on_progress
         self._encoder = encoder
         self._send = send
         self._watch = watch
@@ -172,7 +178,7 @@ class _Stream:
             await self._write(last, more=False)
 
     async def _open(self) -> None:
-        """Wait until a model that is not loaded is ready. Meanwhile the client gets keep-alives."""
+        """Open the generation. While this waits for the model to load, send keep-alives to the client."""
         if self._generation.open_now():
             return
         opening = asyncio.create_task(self._generation.open())
@@ -211,6 +217,8 @@ class _Stream:
     async def _turn(self, data: bytes, is_silent: bool) -> None:
         """Handle what has ended the loop of `_flow`: the beginning or end of a sequence, a failure, or silence."""
         generation = self._generation
+        if self._on_progress is not None and (progress := generation.read_progress()) is not None:
+            data = self._on_progress(progress) + data
         if generation.failure is not None:
             # A failure before the first byte becomes an error status; a later failure follows the text generated so
             # far.
@@ -218,11 +226,12 @@ class _Stream:
                 await self._write(data)
             raise generation.failure
         if generation.is_done:
+            await generation.compare()
             await self._write(data + self._encoder.end(), more=False)
         elif data or (is_silent and generation.is_open and not self._is_started):
             await self._write(data)
         elif is_silent and generation.is_open and generation.shows_life():
-            # If the worker makes no progress, no keep-alive is sent, so that the client may time out.
+            # No keep-alive is sent while the worker makes no progress, so that the client can time out.
             await self._write(self._encoder.keepalive())
 
     def _read_timeout_s(self) -> float:
@@ -230,6 +239,7 @@ class _Stream:
 
     async def _write(self, data: bytes, more: bool = True) -> None:
         if not self._is_started:
+            await self._generation.compare()
             self._is_started = True
             headers = [(b"content-type", self._kind), *_UNBUFFERED, *self._generation.headers]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -253,15 +263,17 @@ async def respond_stream(
     write_timeout_s: float,
     pace: StreamTiming = DEFAULT_PACE,
     kind: bytes = EVENTS,
+    on_progress: EncodeProgress | None = None,
 ) -> ApiError | None:
-    """Answer with the events of `generation`, as a stream of the content type `kind`.
+    """Answer with the events of `generation`, as a stream of the content type `kind`. `on_progress` makes an event of
+    each progress of the prefill; without it there are none.
 
     Raises `ApiError` only before the status is sent; returns a later error.
     """
     error: ApiError | None = None
     async with cut_off(record, receive, write_timeout_s) as watch:
         # The stream runs in a separate task, so that each token wakes a few frames instead of the whole app.
-        stream = _Stream(generation, encoder, send, watch, pace, record.writer, kind)
+        stream = _ResponseStream(generation, encoder, send, watch, pace, record.writer, kind, on_progress)
         error = await asyncio.create_task(stream.run())
         if error is not None:
             record.outcome = error.code or "error"
@@ -290,6 +302,7 @@ async def folded(generation: Generation, fold: Fold) -> bytes:
         fold.add(await generation.read(on_unread=fold_unread))
         if generation.failure is not None:
             raise generation.failure
+    await generation.compare()
     return fold.result()
 
 

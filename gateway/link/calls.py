@@ -1,13 +1,13 @@
-"""Pending tokenize and detokenize calls to workers, and the futures that wait for their results."""
+"""Pending calls to workers, and the futures that wait for their results."""
 
 import asyncio
 from collections.abc import Generator
 from contextlib import contextmanager
 
 from protocol.failures import Failure
-from protocol.from_worker import Tokenized
+from protocol.from_worker import Explained, Tokenized
 
-CallResult = asyncio.Future[Tokenized]
+CallResult = asyncio.Future[Tokenized | Explained]
 
 
 class CallRefused(Exception):
@@ -44,7 +44,7 @@ class PendingCalls:
         """Whether the worker of `epoch` has a pending call."""
         return any(own == epoch for own, _ in self._pending.values())
 
-    def resolve(self, message: Tokenized) -> None:
+    def resolve(self, message: Tokenized | Explained) -> None:
         pending = self._pending.get(message.rid)
         if pending is not None and not pending[1].done():
             pending[1].set_result(message)

@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final, cast
 
-from protocol.from_worker import Delta, DeltaKind
+from protocol.from_worker import Delta, DeltaKind, Progress
 
-# TOOL_BEGIN and TOOL_END are events, not text, so two of them are never merged.
+# Kinds whose consecutive deltas may be merged. TOOL_BEGIN and TOOL_END are missing, because they are events and not
+# text.
 _MERGEABLE: Final = frozenset({DeltaKind.TEXT, DeltaKind.REASONING, DeltaKind.TOOL_ARGS})
 
-# Reads a collector's unread deltas. Returns False if it cannot take them now.
+# Function that reads a collector's unread deltas. It returns False if the reader cannot take them now.
 Relay = Callable[[], bool]
 
 
@@ -25,6 +26,7 @@ class Collector:
     __slots__ = (
         "_deadline",
         "_has_end",
+        "_has_progressed",
         "_has_runs",
         "_loop",
         "_newest",
@@ -36,13 +38,16 @@ class Collector:
         "_waiter",
         "accepted",
         "cached",
+        "epoch",
         "last_activity",
         "left_out",
         "on_accepted",
         "prefill_began_at",
         "progress",
         "relaxed",
+        "resumes",
         "rids",
+        "wakes_on_progress",
     )
 
     def __init__(self, rids: Sequence[int], loop: asyncio.AbstractEventLoop | None = None) -> None:
@@ -52,15 +57,21 @@ class Collector:
         self.accepted: dict[int, int] = {}
         # Parts of the request's JSON schema that the grammar does not enforce. They are the same for all sequences.
         self.relaxed: tuple[str, ...] = ()
-        # Numbers of turns and of tokens that were left out of the prompt, for the sequence from which most were left
-        # out.
+        # Numbers of turns and of tokens that were left out of the prompt. If the request has several sequences, these
+        # are the numbers of the sequence that lost the most turns.
         self.left_out = (0, 0)
         # Number of cached prompt tokens by rid.
         self.cached: dict[int, int] = {}
         # Times on the event loop's clock.
         self.prefill_began_at: float | None = None
-        self.progress: tuple[int, int] | None = None
+        # Progress of the sequence that reported last.
+        self.progress: Progress | None = None
+        # Whether progress wakes the reader, as a delta does.
+        self.wakes_on_progress = False
         self.last_activity = self._loop.time()
+        # Epoch of the worker that has the request, and how often a sequence went on at another worker.
+        self.epoch = 0
+        self.resumes = 0
         # Callback for an accepted sequence, which gets the sequence's rid and number of prompt tokens. The callback may
         # end the request.
         self.on_accepted: Callable[[int, int], None] | None = None
@@ -71,6 +82,8 @@ class Collector:
         self._newest: dict[int, int] = {}
         # Whether `_unread` contains a terminal delta, and whether it contains a list.
         self._has_end = self._has_runs = False
+        # Whether there is progress of which the reader does not know yet.
+        self._has_progressed = False
         self._waiter: asyncio.Future[None] | None = None
         self._relay: Relay | None = None
         self._patience_s = float("inf")
@@ -104,7 +117,11 @@ class Collector:
             self._has_end = True
 
     def wake_reader(self) -> None:
-        """Pass the unread deltas to the reader's relay, or wake its task."""
+        """Let the reader's relay read the unread deltas.
+
+        The reader's task is woken instead if it has no relay, if a terminal delta is unread, or if the relay returns
+        False.
+        """
         waiter = self._waiter
         if waiter is None or waiter.done() or not self._unread:
             return
@@ -128,12 +145,16 @@ class Collector:
         if self.on_accepted is not None:
             self.on_accepted(rid, prompt_tokens)
 
-    def note_progress(self, rid: int, processed: int, total: int, cached: int = 0) -> None:
+    def note_progress(self, progress: Progress) -> None:
         self.last_activity = self._loop.time()
         if self.prefill_began_at is None:
-            self.prefill_began_at = self.last_activity
-        self.progress = (processed, total)
-        self.cached[rid] = cached
+            self.prefill_began_at = self.last_activity - progress.elapsed_ms / 1000
+        self.progress = progress
+        self.cached[progress.rid] = progress.cached
+        if self.wakes_on_progress:
+            self._has_progressed = True
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
 
     def note_activity(self) -> None:
         """Record that the worker is working on this request, even if there is no delta to read."""
@@ -147,13 +168,14 @@ class Collector:
     # -- called by the reader ----------------------------------------------------------------------------------------
 
     async def read_deltas(self, timeout_s: float | None = None, relay: Relay | None = None) -> list[Delta]:
-        """Wait for a delta and return all unread deltas. The list is empty on timeout, and immediately if `is_done`.
+        """Wait for a delta and return all unread deltas. The list is empty on timeout, after progress that
+        `wakes_on_progress`, and immediately if `is_done`.
 
         During the wait, the link's callback calls `relay` to read all deltas except terminal ones. This saves a task
         switch per token and restarts the timeout. Deltas that `relay` does not take are returned here, and its
         exception is raised here.
         """
-        if not self._unread and self._unfinished:
+        if not self._unread and self._unfinished and not self._has_progressed:
             await self._wait(timeout_s, relay)
         return self.read_deltas_nowait()
 
@@ -170,6 +192,13 @@ class Collector:
             return cast("list[Delta]", unread)
         self._has_runs = False
         return [item if isinstance(item, Delta) else _merged(item) for item in unread]
+
+    def read_progress(self) -> Progress | None:
+        """Return the newest progress if it was not read yet."""
+        if not self._has_progressed:
+            return None
+        self._has_progressed = False
+        return self.progress
 
     def _merge(self, index: int, delta: Delta) -> bool:
         last = self._unread[index]

@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 # A sequence becomes suspicious when this many consecutive workers were lost before they sent a token of it.
 SUSPICIOUS_RESUMES: Final = 2
-# If a worker is still alive this long after it lost sequences, it had only lost its connection and gets them back.
+# A worker that is still alive this long after it lost sequences has only lost its connection, and gets the sequences
+# back.
 RETURN_AFTER_S: Final = 0.5
 
 
@@ -61,7 +62,8 @@ class ParkedSequences:
         self._lost: list[Sequence] = []
         self._lost_at = 0.0
         self._waiting: list[Sequence] = []
-        # Resumed sequences without a token yet, if one of them is suspicious or a suspicious sequence waits for them.
+        # Resumed sequences without a token yet. They are watched if one of them is suspicious or a suspicious sequence
+        # waits for them.
         self._watched: list[Sequence] = []
         self._watch_ends = 0.0
         # Fingerprint of the only suspect of the newest crash.
@@ -186,6 +188,6 @@ class ParkedSequences:
 
 
 def _shared_fingerprint(sequences: list[Sequence]) -> bytes | None:
-    """Return the fingerprint that all sequences have, as the choices of one request do; None if they differ."""
+    """Return the fingerprint that all sequences share, or None if they differ. Choices of one request share it."""
     digests = {fingerprint(sequence.generate) for sequence in sequences}
     return digests.pop() if len(digests) == 1 else None

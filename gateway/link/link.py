@@ -25,6 +25,7 @@ from protocol.from_worker import (
     AdaptersSet,
     Delta,
     Drained,
+    Explained,
     Finish,
     Goodbye,
     Hello,
@@ -37,14 +38,14 @@ from protocol.from_worker import (
     Tokenized,
     Up,
 )
-from protocol.to_worker import Abort, Detokenize, Down, Drain, Generate, Ping, Shutdown, Tokenize
+from protocol.to_worker import Abort, Detokenize, Down, Drain, Explain, Generate, Ping, Shutdown, Tokenize
 
 log = logging.getLogger(__name__)
 
 MALFORMED_LOG_INTERVAL_S: Final = 1.0
 # The higher bits of a rid are the gateway's boot number, by which rids of an earlier gateway are recognised.
 RID_BITS: Final = 32
-# The higher bits of a Ping's seq are the epoch, because a Pong does not name its worker.
+# The higher bits of a Ping's seq are the worker's epoch, which the Pong repeats: nothing else in it names the worker.
 SEQ_BITS: Final = 24
 _LOST: Final = Failure(Code.WORKER_DIED, "the model's worker was lost; try again")
 # If a worker has not ended a sequence this long after its deadline, the gateway does.
@@ -71,10 +72,10 @@ class WorkerLink:
         self._connections: dict[int, Connection] = {}
         self._sequences: dict[int, Sequence] = {}
         self._calls = PendingCalls()
-        # Threads that lower requests use this counter too. That is safe, because `next` of a count is atomic in
-        # CPython.
+        # Threads that lower requests use this counter too; `next` of a count is atomic in CPython.
         self._rids = itertools.count((self.boot << RID_BITS) + 1)
         self._seq = 0
+        self._is_closed = False
         self._next_malformed_log = 0.0
         # Ordered set of the collectors to which deltas were appended, whose readers must be woken. The values are
         # unused.
@@ -92,6 +93,7 @@ class WorkerLink:
 
     def close(self) -> None:
         """Close the sockets immediately. Unsent messages are dropped."""
+        self._is_closed = True
         self._transport.close()
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -118,11 +120,12 @@ class WorkerLink:
         Raises `WorkerGone` or `Unsendable`. In that case no sequence has started.
         """
         connection = self._connections.get(worker.epoch)
-        if not worker.is_ready or connection is None:
+        if self._is_closed or not worker.is_ready or connection is None:
             raise WorkerGone(f"{worker.name} is not ready")
         loop = asyncio.get_running_loop()
         now = loop.time()
         collector = Collector([request.rid for request in requests])
+        collector.epoch = worker.epoch
         frames = frames_of([connection.prepare(request) for request in requests])
         try:
             for request, frame in zip(requests, frames, strict=True):
@@ -164,11 +167,12 @@ class WorkerLink:
             log.error("worker %s: sequence %d cannot be resumed: %s", connection.name, sequence.rid, error)
             self.fail([sequence], UNSENDABLE)
             return
-        sequence.epoch = epoch
+        sequence.epoch = sequence.collector.epoch = epoch
         sequence.resumed_tokens = len(sequence.token_ids)
         sequence.resumes += 1
+        sequence.collector.resumes += 1
 
-    async def call(self, epoch: int, request: Tokenize | Detokenize) -> Tokenized:
+    async def call(self, epoch: int, request: Tokenize | Detokenize | Explain) -> Tokenized | Explained:
         """Call a worker. Raises `CallRefused`, for example if the worker is lost meanwhile, `WorkerGone` and
         `Unsendable`.
         """
@@ -214,7 +218,10 @@ class WorkerLink:
         park: Callable[[Sequence], None],
         sender: FrameSender | None = None,
     ) -> Connection:
-        """Accept the messages of an epoch. `sender` sends messages to it; the default is ZeroMQ."""
+        """Accept the messages of a worker or peer stream, whose start has the number `epoch`.
+
+        `sender` sends the link's messages to it. Without a `sender`, they are sent by ZeroMQ.
+        """
         connection = self._connections[epoch] = Connection(name, epoch, post, park, sender)
         return connection
 
@@ -232,7 +239,7 @@ class WorkerLink:
         connection.park(sequence)
 
     def fail(self, sequences: Iterable[Sequence], failure: Failure) -> None:
-        """End the unfinished ones of these sequences with a failure."""
+        """End with a failure those of the sequences that have not ended."""
         for sequence in sequences:
             if not sequence.is_over:
                 self._end(sequence)
@@ -255,8 +262,8 @@ class WorkerLink:
         )
 
     def send(self, connection: Connection, message: Down) -> None:
-        """Send a message immediately, even to a detached epoch. Raises `WorkerGone` if it is not connected, and
-        `Unsendable`.
+        """Send a message immediately, even to a detached epoch. Raises `WorkerGone` if the worker is not connected, and
+        `Unsendable` if the message cannot be encoded.
         """
         if isinstance(message, Shutdown) or (isinstance(message, Drain) and message.deadline_s > 0):
             connection.is_ending = True
@@ -362,10 +369,10 @@ class WorkerLink:
                 if sequence := self._running(rid):
                     sequence.left_out = left_out if sequence.generate.truncate else None
                     sequence.collector.note_accepted(rid, prompt_tokens, relaxed, left_out)
-            case Progress(rid, processed, total, cached):
+            case Progress(rid):
                 if sequence := self._running(rid):
-                    sequence.collector.note_progress(rid, processed, total, cached)
-            case Tokenized():
+                    sequence.collector.note_progress(message)
+            case Tokenized() | Explained():
                 self._calls.resolve(message)
             case Rejected(rid, failure) if rid in self._calls:
                 self._calls.reject(rid, failure)

@@ -37,6 +37,7 @@ def fingerprint(request: Generate) -> bytes:
         truncate=request.truncate,
         cuts_tokens=request.cuts_tokens,
         prompt_logprobs=request.prompt_logprobs,
+        questions=request.questions,
     )
     return hashlib.blake2b(_encoder.encode(computed), digest_size=16).digest()
 

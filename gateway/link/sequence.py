@@ -31,7 +31,8 @@ class Sequence:
     token_ids: list[int] = field(init=False)
     # Whether the client has received any output. If so, an echo of the prompt must not be repeated.
     has_output: bool = field(init=False)
-    # Whether the client has received the prompt's token ids, and how many log-probability entries of the prompt.
+    # Whether the client has received the prompt's token ids, and the number of the prompt's log-probabilities that it
+    # has received.
     has_prompt_ids: bool = False
     prompt_scored: int = field(init=False)
     # Number of log-probability entries of the echo that the client has received.
@@ -51,7 +52,8 @@ class Sequence:
     is_suspicious: bool = False
 
     def __post_init__(self) -> None:
-        # A request that resumes a response of an earlier gateway begins with the output that its client already has.
+        # If the request resumes a response of an earlier gateway, its client already has some output, with which the
+        # sequence begins.
         generate = self.generate
         self.token_ids = list(generate.resume)
         self.resumed_tokens = len(self.token_ids)
@@ -79,7 +81,8 @@ class Sequence:
         return replace(
             self.generate,
             resume=tuple(self.token_ids),
-            # An echo with log-probabilities is sent in parts, of which the client may lack some.
+            # An echo with log-probabilities is sent in parts, so its rest may still be missing even if the client has
+            # output.
             echo=self.generate.echo and (self.echo_scored > 0 or not self.has_output),
             left_out=self.generate.left_out if self.left_out is None else self.left_out,
             prompt_ids=self.generate.prompt_ids and not self.has_prompt_ids,

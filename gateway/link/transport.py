@@ -54,7 +54,7 @@ class Transport:
         self._failure = asyncio.get_running_loop().create_future()
         unwatch = self._wire.watch(self._read)
         try:
-            # ZeroMQ's descriptor does not signal frames that have already arrived, so they are read now.
+            # Frames that have already arrived are read now, because ZeroMQ's descriptor does not signal them.
             self._read()
             await self._failure
         finally:

@@ -1,4 +1,6 @@
-"""Wire of the link: the ROUTER to the workers and the PULL from them. A simulation has a wire of its own."""
+"""Sockets of the link: a ROUTER that sends to the workers, and a PULL that receives from them. A simulation replaces
+them.
+"""
 
 import asyncio
 from collections.abc import Callable

@@ -62,8 +62,8 @@ class Connection:
     # True once the worker was sent a Drain with a deadline, or a Shutdown. Sequences that it ends afterwards are not
     # resumed.
     is_ending: bool = False
-    # Rids that were aborted and whose end the worker has not confirmed. If they become more and more, the worker is
-    # stuck.
+    # Rids of aborted sequences whose end the worker has not confirmed. A number that keeps growing means that the
+    # worker is stuck.
     unacked_aborts: set[int] = field(default_factory=set[int])
 
     def prepare(self, request: Generate) -> Generate:

@@ -4,9 +4,9 @@ import binascii
 from typing import Final
 
 from gateway.errors import BadRequest
-from gateway.media.reference import AUDIO, IMAGE, Reference
+from gateway.media.reference import IMAGE, Reference
+from protocol.prompts import Media
 
-DATA: Final = "data:"
 # vLLM's prefix for a video as a list of JPEG files, separated by commas, which needs no video decoder.
 FRAMES: Final = "data:video/jpeg;base64,"
 FRAMES_MAX: Final = 2048
@@ -15,14 +15,13 @@ _URL_SAFE: Final = str.maketrans("-_", "+/")
 _SHOWN_MAX: Final = 40
 
 
-def invalid(reference: Reference, reason: str) -> BadRequest:
-    """Return the error for an invalid image, video or audio clip."""
-    kind = reference.kind if reference.kind in (IMAGE, AUDIO) else "video"
-    return BadRequest(f"'{reference.param}': {reason}.", reference.param, f"invalid_{kind}")
+def invalid(reference: Media, reason: str) -> BadRequest:
+    """Return the error for an invalid image, video, audio clip or document."""
+    return BadRequest(f"'{reference.param}': {reason}.", reference.param, f"invalid_{reference.kind}")
 
 
 def too_large(reference: Reference, limit_bytes: int) -> BadRequest:
-    """Return the error for an image, video or audio clip that is too large."""
+    """Return the error for an image, video, audio clip or document that is too large."""
     code = "image_too_large" if reference.kind == IMAGE else f"invalid_{reference.kind}"
     return BadRequest(f"'{reference.param}' is larger than {limit_bytes} bytes.", reference.param, code)
 

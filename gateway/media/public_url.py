@@ -82,7 +82,7 @@ class Fetcher:
     """Fetches media over its own connections. Tests replace `resolve` and `may_dial`."""
 
     def __init__(self, resolve: Resolver, may_dial: Callable[[IPAddress], bool] = may_dial) -> None:
-        self._backend = _Guarded(resolve, may_dial)
+        self._backend = _GuardedBackend(resolve, may_dial)
 
     async def fetch(self, url: str, limit_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
         """Fetch the body of a URL. `take` is called with the size of each piece before the piece is kept, and may
@@ -170,7 +170,7 @@ def _header(answer: httpcore.Response, name: bytes) -> str:
     return values[0].decode("latin-1").strip() if values else ""
 
 
-class _Guarded(httpcore.AsyncNetworkBackend):
+class _GuardedBackend(httpcore.AsyncNetworkBackend):
     """Network backend that connects only to permitted addresses of the host name that was checked."""
 
     def __init__(self, resolve: Resolver, may_dial: Callable[[IPAddress], bool]) -> None:

@@ -8,9 +8,12 @@ from protocol.prompts import Media
 
 # URLs of this scheme name media that an earlier response of the same tenant stored, by their digest in hexadecimal.
 STORED: Final = "mlxd-media:"
+DATA: Final = "data:"
 IMAGE: Final = "image"
 VIDEO: Final = "video"
 AUDIO: Final = "audio"
+# A PDF. The gateway replaces it by the texts and pictures of its pages, so workers never get one.
+DOCUMENT: Final = "document"
 # OpenAI's `detail` limits an image's pixels. `low` means a square of 512; the other values keep the model's own limit.
 DETAILS: Final[dict[str, dict[str, int | float]]] = {
     "low": {"max_pixels": 512 * 512},
@@ -29,7 +32,7 @@ class TooManyBytes(FetchFailed):
 
 
 class Reference(Media, frozen=True, array_like=True):
-    """Reference to an image, video or audio clip whose bytes are not read yet.
+    """Reference to an image, video, audio clip or document whose bytes are not read yet.
 
     Either `url` is set, which may be a data URI, or `encoded`, which is plain base64.
     """
@@ -43,11 +46,23 @@ def by_url(kind: str, url: str, param: str, options: Mapping[str, int | float] |
     return {"type": kind, "media": Reference(kind, b"", b"", dict(options or {}), param, url=url)}
 
 
-def by_base64(kind: str, encoded: str, param: str) -> dict[str, Any]:
+def by_base64(kind: str, encoded: str, param: str, options: Mapping[str, int | float] | None = None) -> dict[str, Any]:
     """Return a message part that contains a medium as base64."""
     if not encoded or encoded.startswith(STORED):
-        return by_url(kind, encoded, param)
-    return {"type": kind, "media": Reference(kind, b"", b"", {}, param, encoded=encoded)}
+        return by_url(kind, encoded, param, options)
+    return {"type": kind, "media": Reference(kind, b"", b"", dict(options or {}), param, encoded=encoded)}
+
+
+def document(
+    source: str, heading: str, param: str, options: Mapping[str, int | float] | None = None, *, is_url: bool = False
+) -> dict[str, Any]:
+    """Return a message part that contains a document as base64 or a data URI, or refers to it with `is_url`.
+
+    `heading` is the text before its first page. `options` apply to the pictures of its pages.
+    """
+    has_url = is_url or source[: len(DATA)].lower() == DATA
+    part = (by_url if has_url else by_base64)(DOCUMENT, source, param, options)
+    return {**part, "heading": heading}
 
 
 def stored_url(digest: bytes) -> str:

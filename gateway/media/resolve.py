@@ -16,10 +16,10 @@ import msgspec
 
 from gateway.config.settings import MediaConfig
 from gateway.errors import BadRequest
-from gateway.media.base64_data import DATA, decode, invalid, too_large
+from gateway.media.base64_data import decode, invalid, too_large
 from gateway.media.host_names import HostNames
 from gateway.media.in_flight_bytes import MediaLease
-from gateway.media.reference import STORED, FetchFailed, Reference, TooManyBytes
+from gateway.media.reference import DATA, STORED, FetchFailed, Reference, TooManyBytes
 from gateway.telemetry.metrics import MediaNumbers
 from protocol.prompts import ChatPrompt, Media
 
@@ -58,7 +58,7 @@ def fetch_public() -> Fetch:
 def bounded(
     fetch: Fetch, numbers: MediaNumbers, of_all: int = FETCHES_OF_ALL_MAX, of_key: int = FETCHES_OF_KEY_MAX
 ) -> Fetch:
-    """Wrap `fetch` to count and limit concurrent fetches. Further fetches wait as long as their requests do."""
+    """Wrap `fetch` to count and limit concurrent fetches. Further fetches wait until a place is free."""
     places = asyncio.Semaphore(of_all)
     places_of: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(of_key))
 
@@ -95,8 +95,7 @@ async def resolve(prompt: ChatPrompt, reading: MediaReader) -> ChatPrompt:
     limit = reading.settings.max_count
     if len(references) > limit:
         param = references[limit].param
-        message = f"The request has {len(references)} images, videos and audio clips; at most {limit} are taken."
-        raise BadRequest(message, param, "too_many_media")
+        raise too_many(len(references), limit, param)
     kept = await _stored(references, reading)
     fetched = await _fetched(references, reading)
     media: list[Media] = []
@@ -109,6 +108,12 @@ async def resolve(prompt: ChatPrompt, reading: MediaReader) -> ChatPrompt:
             reading.lease.grow(len(medium.data))
         media.append(medium)
     return msgspec.structs.replace(prompt, media=tuple(media))
+
+
+def too_many(count: int, limit: int, param: str) -> BadRequest:
+    """Return the error for a request with too many media."""
+    message = f"The request has {count} images, videos, audio clips and documents; at most {limit} are taken."
+    return BadRequest(message, param, "too_many_media")
 
 
 def is_inline(reference: Reference) -> bool:

@@ -14,6 +14,9 @@ log = logging.getLogger(__name__)
 QUIET: Final = frozenset(
     {"/livez", "/readyz", "/health", "/healthz", "/metrics", "/v1/status", "/v1/requests", "/", STATUS_PATH}
 )
+# Prefixes of what editors and the page read again and again. A refused request has its line.
+POLLED: Final = ("/v1/models", "/ui/")
+_REFUSED: Final = 400
 
 
 def write(record: RequestRecord, slow_s: float, sample: LogSample, trace_id: str = "") -> None:
@@ -27,7 +30,8 @@ def write(record: RequestRecord, slow_s: float, sample: LogSample, trace_id: str
             "slow request: %s %s took %.1f s", record.method, record.path[:200], elapsed_s,
             extra={"fields": _fields(record, elapsed_s, trace_id)},
         )  # fmt: skip
-    level = logging.DEBUG if record.path in QUIET else logging.INFO
+    is_poll = record.method == "GET" and record.path.startswith(POLLED) and record.status < _REFUSED
+    level = logging.DEBUG if is_poll or record.path in QUIET else logging.INFO
     if log.isEnabledFor(level) and (record.caller is not NOBODY or sample.takes(record.client)):
         fields = _fields(record, elapsed_s, trace_id)
         log.log(level, "%s %s", record.method, record.path[:200], extra={"fields": fields})
@@ -46,26 +50,36 @@ def _fields(record: RequestRecord, elapsed_s: float, trace_id: str) -> dict[str,
         fields |= {"model": record.model, "stream": record.stream}
         if record.served_by:
             fields["served_by"] = record.served_by
-        if record.rids:
-            fields["rid"] = record.rids[0] if len(record.rids) == 1 else list(record.rids)
-        first = record.first_token_s
-        fields["ttft_ms"] = None if first is None else round(first * 1000, 1)
-        fields |= record.phases.fields()
-        fields |= {
-            "prompt_tokens": record.prompt_tokens,
-            "cached_tokens": record.cached_tokens,
-            "completion_tokens": record.completion_tokens,
-        }
-        if record.media:
-            # Media are logged as digests: like a prompt, a picture does not belong in a log.
-            fields["media"] = [f"{each.kind}:{each.digest.hex()[:16]}" for each in record.media]
-            fields["media_bytes"] = record.media_bytes
-        if record.finishes:
-            fields["finish"] = record.finishes[0] if len(record.finishes) == 1 else list(record.finishes)
+        # The counts of a generation that goes on without the request are in the log line of its end.
+        fields |= {"response": record.answer_id} if record.is_detached else _generation(record)
     trace_id = trace_id or (record.trace.hex_id if record.trace is not None else "")
     if trace_id:
         fields["trace"] = trace_id
     fields["outcome"] = record.outcome or "ok"
     if record.detail:
         fields["detail"] = record.detail
+    return fields
+
+
+def _generation(record: RequestRecord) -> dict[str, object]:
+    """Return the ids, times and counts of what the request generated."""
+    fields: dict[str, object] = {}
+    if record.rids:
+        # JavaScript would round these numbers.
+        rids = [str(rid) for rid in record.rids]
+        fields["rid"] = rids[0] if len(rids) == 1 else rids
+    first = record.first_token_s
+    fields["ttft_ms"] = None if first is None else round(first * 1000, 1)
+    fields |= record.phases.fields()
+    fields |= {
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "completion_tokens": record.completion_tokens,
+    }
+    if record.media:
+        # Media are logged as digests: like a prompt, a picture does not belong in a log.
+        fields["media"] = [f"{each.kind}:{each.digest.hex()[:16]}" for each in record.media]
+        fields["media_bytes"] = record.media_bytes
+    if record.finishes:
+        fields["finish"] = record.finishes[0] if len(record.finishes) == 1 else list(record.finishes)
     return fields

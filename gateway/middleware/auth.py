@@ -20,9 +20,9 @@ from gateway.access.keyring import DISABLED, EXPIRED, INVALID, Keyring
 from gateway.access.unauthenticated import Throttle
 from gateway.config.address import Address
 from gateway.config.origins import is_own, is_same, is_served
-from gateway.errors import Forbidden, Misdirected, RateLimited, Unauthorized
+from gateway.errors import ApiError, Forbidden, Misdirected, RateLimited, Unauthorized
 from gateway.middleware.paths import is_counted
-from gateway.request.record import Dialect, RequestRecord, record_of
+from gateway.request.record import BATCH_CALLER, Dialect, RequestRecord, record_of
 from gateway.request.routing import LiveConfig
 from gateway.telemetry.metrics import Metrics
 from gateway.web.gate import Gate
@@ -93,7 +93,7 @@ class Auth:
             return OWNER
         is_closed = self._live.config.server.metrics_auth
         needs_none = path in HEALTH or (path == METRICS and not is_closed)
-        # The daemon must not take a remote client behind a proxy on this machine for the owner.
+        # A remote client behind a proxy on this machine must not count as the owner.
         is_local = self._is_loopback and record.client.is_own
         is_open_to_all = keyring.is_open and is_local and not is_internal
         if is_open_to_all or self._live.config.server.hosts:
@@ -186,3 +186,30 @@ def _secrets(headers: list[tuple[bytes, bytes]]) -> list[bytes]:
         elif name == b"authorization" and value[:7].lower() == b"bearer ":
             secrets.append(value[7:].strip())
     return [secret for secret in secrets[:SECRETS_MAX] if secret]
+
+
+class TrustedClient:
+    """ASGI app that replaces `Auth` on the unix socket, whose file permissions let only the owner connect."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record_of(scope).caller = OWNER
+        await self._app(scope, receive, send)
+
+
+class BatchClient:
+    """ASGI app for the requests of batches, which have their key's caller in their scope, or the error of such a
+    request.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        caller: Caller | ApiError = scope[BATCH_CALLER]
+        if isinstance(caller, ApiError):
+            raise caller
+        record_of(scope).caller = caller
+        await self._app(scope, receive, send)

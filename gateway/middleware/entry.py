@@ -7,21 +7,23 @@ from typing import Final, assert_never
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.access.caller import NOBODY
 from gateway.api.anthropic.response import anthropic_body
+from gateway.api.decisions.typesafe import typesafe_body, typesafe_status
 from gateway.api.ollama.response import ollama_body
 from gateway.config.address import UNIX
-from gateway.errors import ApiError, InternalError, error_headers, openai_body
+from gateway.errors import ApiError, InternalError, UpgradeRequired, error_headers, openai_body
 from gateway.http.capture import Recorder
-from gateway.http.direct_write import outlet_of
+from gateway.http.direct_write import writer_of
 from gateway.http.exchange import CLIENT_CLOSED, ResponseSender, send_body
 from gateway.middleware import access_log
-from gateway.middleware.paths import dialect_of, is_of_api, versioned
+from gateway.middleware.paths import dialect_of, is_of_api, is_websocket_handshake, versioned
 from gateway.request.record import ClientLeft, Dialect, RequestRecord
 from gateway.request.trace_context import read_context
 from gateway.services import Services
+from gateway.telemetry.gen_ai import operation_of
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +35,12 @@ class EntryMiddleware:
     becomes a 500, which is logged once and counted.
     """
 
-    def __init__(self, app: ASGIApp, services: Services, is_public: bool) -> None:
+    def __init__(self, app: ASGIApp, services: Services, is_public: bool, unversioned: tuple[str, ...] = ()) -> None:
+        """`unversioned` are the beginnings of paths below `/v1` that are also served without it."""
         self._app = app
         self._services = services
         self._is_public = is_public
+        self._unversioned = unversioned
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
@@ -45,13 +49,14 @@ class EntryMiddleware:
             case "lifespan":
                 await _lifespan(receive, send)
             case _:
-                await send({"type": "websocket.close", "code": 1000})
+                # A handshake is a request whose answer switches the protocol.
+                scope["method"] = "GET"
+                await self._http(scope, receive, _RefusedHandshake(send))
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         client = self._services.live.proxies.client(scope) if self._is_public else UNIX
-        if self._is_public:
-            scope["path"] = versioned(scope["path"])
+        scope["path"] = versioned(scope["path"], self._unversioned)
         clock = self._services.clock
         record = RequestRecord(
             _request_id(headers), scope["method"], scope["path"], client, started=clock(), clock=clock
@@ -69,11 +74,13 @@ class EntryMiddleware:
             recorder = Recorder(scope, receive, send)
             receive, send = recorder.receive, recorder.send
         else:
-            record.writer = outlet_of(scope)
+            record.writer = writer_of(scope)
         if node := self._services.config.server.node:
             record.always.append((b"x-mlxd-node", node.encode()))
         answer = ResponseSender(send, record)
         try:
+            if scope["type"] == "http" and is_websocket_handshake(record.method, headers):
+                raise UpgradeRequired
             await self._app(scope, receive, answer)
         except ApiError as error:
             await self._refuse(answer, record, error)
@@ -97,18 +104,43 @@ class EntryMiddleware:
         record.outcome = error.outcome
         if not answer.is_started:
             headers = [*error_headers(error), *record.headers]
-            await send_body(answer, error.status, _error_body(error, record), headers)
+            status = typesafe_status(error) if record.dialect is Dialect.TYPESAFE else error.status
+            await send_body(answer, status, _error_body(error, record), headers)
 
     def _account(self, record: RequestRecord, recorder: Recorder | None) -> None:
         services = self._services
         if self._is_public and is_of_api(record.method, record.path):
             services.metrics.request_ended(record.model, record.caller.key, record.status)
+        is_batch = record.is_of_batch_class
+        if record.model is not None and not is_batch and (operation := operation_of(record.path)):
+            tokens = record.completion_tokens
+            services.metrics.gen_ai.observe(
+                operation,
+                record.model,
+                record.clock() - record.started,
+                error=record.outcome,
+                first_token_s=record.first_token_s,
+                # The durations of several sequences are not known one by one.
+                per_token_s=record.phases.decode / (tokens - 1) if tokens > 1 and len(record.finishes) == 1 else None,
+            )
         tracer = services.tracer
         trace_id = tracer.export(record) if tracer is not None and record.model is not None else ""
-        access_log.write(record, services.config.server.slow_request_s, services.sample, trace_id)
+        slow_s = 0.0 if is_batch else services.config.server.slow_request_s
+        access_log.write(record, slow_s, services.sample, trace_id)
         # Captures of unauthenticated requests could evict those of other requests.
         if recorder is not None and record.caller is not NOBODY:
             services.captures.put(recorder.captured(record))
+
+
+class _RefusedHandshake:
+    """Wrapper of `send` that refuses a WebSocket by an HTTP answer."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    async def __call__(self, message: Message) -> None:
+        kind = message["type"]
+        await self._send({**message, "type": f"websocket.{kind}"} if kind.startswith("http.") else message)
 
 
 def _error_body(error: ApiError, record: RequestRecord) -> bytes:
@@ -117,6 +149,8 @@ def _error_body(error: ApiError, record: RequestRecord) -> bytes:
             return openai_body(error)
         case Dialect.ANTHROPIC:
             return anthropic_body(error, record.id)
+        case Dialect.TYPESAFE:
+            return typesafe_body(error)
         case Dialect.OLLAMA:
             return ollama_body(error)
         case _:

@@ -30,6 +30,7 @@ from opentelemetry.util.types import AttributeValue
 import protocol
 from gateway.request.record import RequestRecord
 from gateway.request.trace_context import TraceContext
+from gateway.telemetry.gen_ai import PROVIDER, operation_of
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +38,6 @@ TRACES_PATH: Final = "/v1/traces"
 EXPORT_TIMEOUT_S: Final = 5.0
 # If a collector does not answer, export pauses for this long. Spans that end during the pause are lost.
 PAUSE_S: Final = 60.0
-
-_OPERATIONS: Final = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
 
 
 class OtelTracer:
@@ -108,13 +107,13 @@ class PatientExporter(SpanExporter):
 
 def _operation(record: RequestRecord) -> str:
     """Return the operation's name in OpenTelemetry's conventions."""
-    return _OPERATIONS.get(record.path, "chat")
+    return operation_of(record.path) or "chat"
 
 
 def _attributes(record: RequestRecord) -> dict[str, AttributeValue]:
     attributes: dict[str, AttributeValue] = {
         "gen_ai.operation.name": _operation(record),
-        "gen_ai.provider.name": "mlxd",
+        "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": record.model or "",
         "gen_ai.response.model": record.model or "",
         "gen_ai.usage.input_tokens": record.prompt_tokens,

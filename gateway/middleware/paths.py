@@ -15,30 +15,38 @@ ANTHROPIC_HEADER: Final = "anthropic-version"
 OLLAMA: Final = "/api/"
 # The lists of models below these paths have LM Studio's form; LM Studio's clients read OpenAI's errors.
 LM_STUDIO: Final = ("/api/v0/", "/api/v1/")
-# llama.cpp's server also has these routes without the version, and clients use them.
-_UNVERSIONED: Final = ("/chat/completions", "/completions", "/embeddings", "/responses", "/messages")
-# llama.cpp's route for filling in the middle.
-INFILL: Final = "/infill"
+TYPESAFE: Final = "/v1/systemone"
+# llama.cpp's routes for filling in the middle and for continuing a text.
+_NATIVE: Final = frozenset({"/infill", "/completion"})
 # Ollama's generating routes; its other routes are about models.
 OLLAMA_REQUESTS: Final = frozenset({"/api/chat", "/api/generate", "/api/embed", "/api/embeddings"})
-# Routes for scoring pairs, at the paths that other servers use.
-_SCORES: Final = frozenset({"/rerank", "/v2/rerank", "/score"})
-_MORE: Final = OLLAMA_REQUESTS | _SCORES | {INFILL}
+# Cohere's route for ranking texts.
+_RERANK: Final = "/v2/rerank"
+_MORE: Final = OLLAMA_REQUESTS | _NATIVE | {_RERANK}
 # Cancelling is never counted, because a client must always be able to stop what it started.
 _UNCOUNTED: Final = "/cancel"
 # The metrics do not count tokenizing as a request of any API.
-_QUESTIONS: Final = frozenset({"/tokenize", "/detokenize"})
+_QUESTIONS: Final = frozenset({"/tokenize", "/detokenize", "/apply-template"})
 
 
-def versioned(path: str) -> str:
-    """Return the path as it is routed. If a client's base URL lacks the version, the version is added."""
-    return f"{PREFIX.rstrip('/')}{path}" if path.startswith(_UNVERSIONED) else path
+def versioned(path: str, unversioned: tuple[str, ...]) -> str:
+    """Return the path as it is routed. If a client's base URL lacks the version, the version is added. `unversioned`
+    are the beginnings of paths that have a version.
+    """
+    return f"{PREFIX.rstrip('/')}{path}" if path.startswith(unversioned) else path
+
+
+def is_websocket_handshake(method: str, headers: Headers) -> bool:
+    """Whether a request asks for a WebSocket. Proxies drop `Upgrade`, as the connection does, but not the key."""
+    return method == "GET" and "sec-websocket-key" in headers
 
 
 def dialect_of(path: str, headers: Headers) -> Dialect:
     """Return the dialect in which errors of a request are written."""
     if path.startswith(ANTHROPIC) or ANTHROPIC_HEADER in headers:
         return Dialect.ANTHROPIC
+    if path == TYPESAFE:
+        return Dialect.TYPESAFE
     return Dialect.OLLAMA if path.startswith(OLLAMA) and not path.startswith(LM_STUDIO) else Dialect.OPENAI
 
 

@@ -49,6 +49,10 @@ class HubFailed(CommandFailed):
     """The hub could not answer a request."""
 
 
+class NoConnection(HubFailed):
+    """The hub cannot be reached from this machine."""
+
+
 class RemoteFile(Struct, frozen=True):
     """A file in a repository. `sha256` is empty for a small file, which the hub stores in git."""
 
@@ -164,7 +168,7 @@ def translated_errors(repository: str, revision: str = MAIN) -> Generator[None, 
     except RemoteEntryNotFoundError:
         raise HubFailed(f"a file of {repository} is gone from the hub; try again") from None
     except OfflineModeIsEnabled:
-        raise HubFailed("HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, so the hub is not contacted") from None
+        raise NoConnection("HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, so the hub is not contacted") from None
     except HFValidationError:
         raise HubFailed(f"{repository!r} is not the name of a repository; write ORG/NAME") from None
     except HfHubHTTPError as error:
@@ -172,9 +176,11 @@ def translated_errors(repository: str, revision: str = MAIN) -> Generator[None, 
     except SafetensorsParsingError:
         raise HubFailed(f"a safetensors file of {repository} has a broken header") from None
     except httpx2.TimeoutException:
-        raise HubFailed(f"{endpoint} does not answer in time") from None
+        raise NoConnection(f"{endpoint} does not answer in time") from None
     except LocalEntryNotFoundError:
-        raise HubFailed(f"{endpoint} cannot be reached any more; the partial download is kept") from None
+        raise NoConnection(f"the connection to {endpoint} is lost; the partial download is kept") from None
+    except httpx2.ConnectError as error:
+        raise NoConnection(f"no connection to {endpoint} ({error})") from None
     except httpx2.HTTPError as error:
         raise HubFailed(f"{endpoint} cannot be reached: {error}") from None
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from gateway.control_types import Speeds
-from protocol.timing_profile import TimingProfile, UnusableProfile, newest
+from protocol.timing_profile import PassKind, TimingProfile, UnusableProfile, newest
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +59,7 @@ def speeds(profile: TimingProfile | None) -> Speeds | None:
         decode = tuple((each.size, each.tokens_per_s) for each in calibration.decode)
         prefill = max((each.tokens_per_s for each in calibration.prefill), default=0.0)
         return Speeds(load_s, decode, prefill, calibration.at, calibration.max_running)
-    plain = {
-        each.rows: each.rows / each.seconds for each in profile.steps if each.width == 1 and each.band == _SHORT_BAND
-    }
-    chunks = [each for each in profile.chunks if not each.is_riding and each.band == _SHORT_BAND]
-    prefill = max((each.tokens / each.seconds for each in chunks), default=0.0)
+    passes = [each for each in profile.passes if each.band == _SHORT_BAND]
+    plain = {each.rows: each.rows / each.seconds for each in passes if each.kind is PassKind.STEP and each.size == 1}
+    prefill = max((each.size / each.seconds for each in passes if each.kind is PassKind.ALONE), default=0.0)
     return Speeds(load_s, tuple(sorted(plain.items())), prefill)

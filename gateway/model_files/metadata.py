@@ -130,6 +130,8 @@ def find(path: str) -> Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder.resolve()
+    if folder.is_absolute():
+        raise Unreadable(f"{path} is not a folder")
     repository = folder_of(path)
     try:
         revision = (repository / "refs" / "main").read_text(encoding="utf-8").strip()

@@ -182,7 +182,7 @@ class PullQueue:
             return
         download.process = process
         try:
-            status, said = await _follow(process, download)
+            status, errors = await _follow(process, download)
         finally:
             if process.returncode is None:
                 process.kill()
@@ -195,14 +195,14 @@ class PullQueue:
         elif download.is_cancelled:
             _end(download, "cancelled", "What has come is kept: the next order resumes it.")
         else:
-            _end(download, "failed", said or f"mlxctl pull ended with status {status}.")
+            _end(download, "failed", errors or f"mlxctl pull ended with status {status}.")
 
 
 async def _follow(process: Process, download: _Download) -> tuple[int, str]:
     """Follow the child's output to its end; return its exit status and the end of its stderr."""
     assert process.stdout is not None
     assert process.stderr is not None
-    saying = asyncio.create_task(_tail(process.stderr))
+    reading = asyncio.create_task(_tail(process.stderr))
     try:
         async for line in process.stdout:
             try:
@@ -210,10 +210,10 @@ async def _follow(process: Process, download: _Download) -> tuple[int, str]:
             except msgspec.DecodeError:
                 continue  # A library has written this line.
         status = await process.wait()
-        said = await saying
+        errors = await reading
     finally:
-        saying.cancel()
-    return status, said.removeprefix("mlxctl: ").strip()
+        reading.cancel()
+    return status, errors.removeprefix("mlxctl: ").strip()
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:

@@ -54,7 +54,7 @@ class Recommendation(Struct, frozen=True):
     offline: str = ""
 
 
-class _Listed(Struct, frozen=True):
+class _HubListing(Struct, frozen=True):
     """An entry of the hub's list of models."""
 
     repository: str = field(name="id")
@@ -86,7 +86,7 @@ def recommend(available_bytes: int, limit: int = DEFAULT_LIMIT) -> Recommendatio
         own = [_offline(known, available_bytes) for known in SHORTLIST]
         return Recommendation([model for model in own if _is_roomy(model)][:limit], str(error))
     by_name = {model.repository: model for model in popular}
-    known = [by_name.get(own.repository, _Listed(own.repository)) for own in SHORTLIST]
+    known = [by_name.get(own.repository, _HubListing(own.repository)) for own in SHORTLIST]
     purposes = {own.repository: own.purpose for own in SHORTLIST}
     own = [replace(model, purpose=purposes[model.repository]) for model in _judge_all(known, available_bytes)]
     chosen = [model for model in own if _is_roomy(model)][:limit]
@@ -98,10 +98,10 @@ def recommend(available_bytes: int, limit: int = DEFAULT_LIMIT) -> Recommendatio
 
 def inspect_one(repository: str, available_bytes: int) -> FoundRepository:
     """Inspect one repository by its name."""
-    return _judge(_Listed(repository), available_bytes)
+    return _judge(_HubListing(repository), available_bytes)
 
 
-def _list(word: str, author: str = "") -> list[_Listed]:
+def _list(word: str, author: str = "") -> list[_HubListing]:
     """Fetch the hub's list of MLX models, the most downloaded first. Raises `HubFailed`."""
     # The hub's library is not used here, because it would retry for half a minute without a network.
     parameters = {"filter": _TAG, "sort": "downloads", "limit": str(_LISTED_MAX)}
@@ -115,12 +115,12 @@ def _list(word: str, author: str = "") -> list[_Listed]:
         )
         hf_raise_for_status(response)
     try:
-        return msgspec.json.decode(response.content, type=list[_Listed])
+        return msgspec.json.decode(response.content, type=list[_HubListing])
     except msgspec.DecodeError as error:
         raise HubFailed(f"the hub's list of models was not understood: {error}") from None
 
 
-def _judged(listed: Sequence[_Listed], available_bytes: int, limit: int) -> list[FoundRepository]:
+def _judged(listed: Sequence[_HubListing], available_bytes: int, limit: int) -> list[FoundRepository]:
     """Inspect models in order, until `limit` of them are usable or the maximum number was inspected."""
     judged: list[FoundRepository] = []
     for first in range(0, min(len(listed), limit * _JUDGED_MAX), limit):
@@ -130,12 +130,12 @@ def _judged(listed: Sequence[_Listed], available_bytes: int, limit: int) -> list
     return judged
 
 
-def _judge_all(listed: Iterable[_Listed], available_bytes: int) -> list[FoundRepository]:
+def _judge_all(listed: Iterable[_HubListing], available_bytes: int) -> list[FoundRepository]:
     with ThreadPoolExecutor(_AT_ONCE, "judge") as judges:
         return list(judges.map(partial(_judge, available_bytes=available_bytes), listed))
 
 
-def _judge(listed: _Listed, available_bytes: int) -> FoundRepository:
+def _judge(listed: _HubListing, available_bytes: int) -> FoundRepository:
     """Inspect a model by its files on this machine, or else by those on the hub."""
     name = listed.repository
     try:

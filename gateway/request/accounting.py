@@ -25,6 +25,8 @@ _FINISHES: Final = {
     Finish.ABORT: "abort",
     Finish.ERROR: "error",
 }
+# Finish reasons of an answer that its model ended.
+_COMPLETE: Final = frozenset({"stop", "tool_calls"})
 
 
 class TokenAccounting:
@@ -66,13 +68,20 @@ class TokenAccounting:
             if count := len(delta.token_ids):
                 self.tokens += count
                 if rid in newest:
-                    self._observe_gap((now - newest[rid]) / count, count)
+                    if not self._record.is_of_batch_class:
+                        self._observe_gap((now - newest[rid]) / count, count)
                 else:
                     self._on_first_token(now)
                 newest[rid] = now
             if delta.finish is not None:
                 return self._book_ends(deltas)
         return deltas
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all sequences have ended by themselves, with an answer or with tool calls."""
+        ends = self._record.finishes
+        return self.failure is None and len(ends) == self._sequences and {*ends} <= _COMPLETE
 
     def close(self, collector: Collector, unfinished: Sequence[int]) -> None:
         """Count the sequences whose usage the worker did not report. `unfinished` of them were aborted."""
@@ -106,7 +115,8 @@ class TokenAccounting:
     def _on_first_token(self, now: float) -> None:
         if self._record.first_token_s is None:
             self._record.first_token_s = now - self._record.started
-            self._numbers.ttft.observe(self._record.first_token_s)
+            if not self._record.is_of_batch_class:
+                self._numbers.ttft.observe(self._record.first_token_s)
 
     def _book_ends(self, deltas: list[Delta]) -> list[Delta]:
         """Count the terminal deltas among `deltas`, and return the deltas without a failure."""

@@ -15,8 +15,8 @@ RETRY_AFTER_MIN_S: Final = 1.0
 RETRY_AFTER_MAX_S: Final = 60.0
 DRAIN_RETRY_AFTER_S: Final = 5.0
 # Maximum concurrent requests that count or decode tokens, of all models together.
-QUESTIONS_PER_KEY_MAX: Final = 8
-QUESTIONS_MAX: Final = 64
+TOKENIZE_CALLS_PER_KEY_MAX: Final = 8
+TOKENIZE_CALLS_MAX: Final = 64
 # Weight of the newest request in the moving average of durations.
 MEAN_WEIGHT: Final = 0.1
 
@@ -44,7 +44,7 @@ class Admission:
         self._on_rejection = on_rejection
         self._clock = clock
         self._queues: defaultdict[str, _Queue] = defaultdict(_Queue)
-        self._questions: Counter[str] = Counter()
+        self._tokenize_calls: Counter[str] = Counter()
         # True once the daemon has begun to shut down.
         self.is_draining = False
         # True while an operator has paused the daemon.
@@ -74,25 +74,27 @@ class Admission:
             queue.mean_s = queue.mean_s + MEAN_WEIGHT * (taken - queue.mean_s) if queue.mean_s else taken
 
     @contextmanager
-    def question(self, model: ModelConfig, key: str | None = None, share: int = 100) -> Generator[None, None, None]:
+    def tokenize_call(
+        self, model: ModelConfig, key: str | None = None, share: int = 100
+    ) -> Generator[None, None, None]:
         """Lease a place in the queue of `model` to count or decode tokens. Raises `Overloaded` or `Unavailable`."""
-        questions = self._questions
-        if questions.total() >= QUESTIONS_MAX or (key is not None and questions[key] >= QUESTIONS_PER_KEY_MAX):
+        calls = self._tokenize_calls
+        if calls.total() >= TOKENIZE_CALLS_MAX or (key is not None and calls[key] >= TOKENIZE_CALLS_PER_KEY_MAX):
             self._reject(model.name, "questions")
-            whose = "all" if key is None or questions[key] < QUESTIONS_PER_KEY_MAX else "this key's"
+            whose = "all" if key is None or calls[key] < TOKENIZE_CALLS_PER_KEY_MAX else "this key's"
             raise Overloaded(
                 f"Too many concurrent requests to count or decode tokens, of {whose}. Try again.", RETRY_AFTER_MIN_S
             )
         name = key or ""
         # The duration does not change the average, which covers only generations.
         with self._inside(self._admit(model, 1, name, share), 1, name):
-            questions[name] += 1
+            calls[name] += 1
             try:
                 yield
             finally:
-                questions[name] -= 1
-                if not questions[name]:
-                    del questions[name]
+                calls[name] -= 1
+                if not calls[name]:
+                    del calls[name]
 
     def check_open(self, model: str) -> None:
         """Raises `Unavailable` if new requests are refused now."""
@@ -110,6 +112,11 @@ class Admission:
             self._reject(model.name, "too_many_sequences")
             whose = model.name if share == 100 else f"{model.name}, for one key,"
             raise BadRequest(f"{sequences} sequences in one request; {whose} takes at most {most}.", "n")
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no model has a request. Those of batches do not count, because they have no lease."""
+        return not any(queue.inside for queue in self._queues.values())
 
     def inside(self, model: str) -> int:
         """Return the number of sequences of `model` that have a lease now."""

@@ -7,6 +7,7 @@ from typing import Self
 
 import msgspec
 
+from gateway.access.caller import is_of_batch_class
 from gateway.access.rate_limit import UsageCharge
 from gateway.config.settings import ModelConfig
 from gateway.errors import ApiError, Cancelled
@@ -18,7 +19,7 @@ from gateway.request.opener import Opener
 from gateway.request.record import Header, RequestRecord
 from gateway.request.runtime import Runtime
 from gateway.request.score_room import ScoreRoom
-from protocol.from_worker import Delta
+from protocol.from_worker import Delta, Progress
 from protocol.kinds import TEXT
 from protocol.to_worker import Generate
 
@@ -45,8 +46,8 @@ class Generation:
         """`kind` is the kind of model that the request needs. The answer contains each prompt's log-probabilities
         `repeats` times.
 
-        A request that `stays_here`, is not for text or names an adapter is not sent to peers. If `form` is given, the
-        request begins at a peer that has the model in that form.
+        A request that `stays_here`, is of a batch, is not for text or names an adapter is not sent to peers. If `form`
+        is given, the request begins at a peer that has the model in that form.
         """
         self._runtime = runtime
         self._model = model
@@ -54,6 +55,7 @@ class Generation:
         if model.adapter:
             self._generates = [msgspec.structs.replace(each, adapter=model.adapter) for each in self._generates]
         self.record = record
+        stays_here = stays_here or is_of_batch_class(self._generates[0])
         self._opener = Opener(
             runtime, model, self._generates, record, bind, kind=kind, stays_here=stays_here, form=form
         )
@@ -65,6 +67,8 @@ class Generation:
         self._numbers = runtime.metrics.model(model.name)
         self._seen_activity = 0.0
         self._seen_step = 0
+        # Whether progress ends a `read`, as output does.
+        self.wakes_on_progress = False
         # True if the next daemon is to resume the request.
         self._is_left = False
 
@@ -85,7 +89,14 @@ class Generation:
             if unfinished:
                 self._runtime.link.abort(unfinished, "client")
             self._accounting.close(collector, unfinished)
-        self._numbers.e2e.observe(self.record.clock() - self.record.started)
+            record = self.record
+            has_next_turn = record.has_next_turn and not record.is_of_batch_class and not record.served_by
+            if has_next_turn and self._accounting.is_complete:
+                self._runtime.next_turns.expect(self._model.name, self._generates[0], collector.epoch)
+            self.record.epoch, self.record.resumes = collector.epoch, collector.resumes
+        if not self.record.is_of_batch_class:
+            self._numbers.e2e.observe(self.record.clock() - self.record.started)
+        self._runtime.recent.add(self.record)
 
     def open_now(self) -> bool:
         """Start the request at a peer or on a ready worker.
@@ -102,6 +113,7 @@ class Generation:
     def _begin(self, collector: Collector | None) -> None:
         if collector is not None:
             collector.on_accepted = self._hold_scores
+            collector.wakes_on_progress = self.wakes_on_progress
         self._collector = collector
         self._seen_step = self._newest_step()
 
@@ -109,6 +121,11 @@ class Generation:
     def is_open(self) -> bool:
         """Whether the request was given to a worker. If so, it survives the loss of that worker."""
         return self._collector is not None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the request's deadline has passed."""
+        return self._opener.is_late
 
     @property
     def is_running(self) -> bool:
@@ -165,14 +182,23 @@ class Generation:
         return () if self._collector is None else self._collector.relaxed
 
     @property
-    def progress(self) -> tuple[int, int] | None:
-        """Numbers of processed and of all prompt tokens, of the sequence that reported last."""
+    def progress(self) -> Progress | None:
+        """Progress of the prefill of the sequence that reported last."""
         return None if self._collector is None else self._collector.progress
 
     @property
     def prefilled_tokens(self) -> int:
         """Number of processed prompt tokens of the sequence that reported last."""
-        return 0 if self.progress is None else self.progress[0]
+        return 0 if self.progress is None else self.progress.processed
+
+    @property
+    def prefill_left_s(self) -> float | None:
+        """Estimated rest of the prefill, at the speed so far; None if unknown. Cached tokens took no time."""
+        progress = self.progress
+        if progress is None or progress.processed <= progress.cached or not progress.elapsed_ms:
+            return None
+        ms_per_token = progress.elapsed_ms / (progress.processed - progress.cached)
+        return (progress.total - progress.processed) * ms_per_token / 1000
 
     @property
     def generated_tokens(self) -> int:
@@ -226,6 +252,15 @@ class Generation:
     def read_now(self) -> list[Delta]:
         """Return new output without waiting. Used by an `on_unread`."""
         return self._accounting.book(self._opened().read_deltas_nowait())
+
+    def read_progress(self) -> Progress | None:
+        """Return the newest progress if it was not read yet and `wakes_on_progress`."""
+        return self._opened().read_progress()
+
+    async def compare(self) -> None:
+        """Compare the prompt with an earlier one, if the client has asked for it and the worker knows it by now."""
+        if self.record.comparison is not None and self._collector is not None:
+            await self.record.comparison.run(self._collector.rids[0], self._collector.epoch)
 
     def shows_life(self) -> bool:
         """Whether the worker has been active since the last call of this method.

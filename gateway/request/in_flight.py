@@ -27,6 +27,8 @@ class InFlightRequest(Protocol):
     @property
     def prefilled_tokens(self) -> int: ...
     @property
+    def prefill_left_s(self) -> float | None: ...
+    @property
     def generated_tokens(self) -> int: ...
 
     def cancel(self) -> None: ...
@@ -78,6 +80,7 @@ def _view(name: str, served: InFlightRequest) -> RequestView:
     now = record.clock()
     first = record.first_token_s
     decoding_s = 0.0 if first is None else now - record.started - first
+    left_s = served.prefill_left_s if first is None else None
     return RequestView(
         id=name,
         model=record.model or "",
@@ -93,4 +96,5 @@ def _view(name: str, served: InFlightRequest) -> RequestView:
         tokens_per_s=round(served.generated_tokens / decoding_s, 1) if decoding_s > 0 else 0.0,
         ttft_s=None if first is None else round(first, 3),
         prefilled_tokens=served.prefilled_tokens,
+        prefill_left_s=None if left_s is None else round(left_s, 1),
     )

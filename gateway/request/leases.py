@@ -3,6 +3,7 @@
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from gateway.access.caller import is_of_batch_class
 from gateway.access.rate_limit import Meter, UsageCharge
 from gateway.config.settings import ModelConfig
 from gateway.media.modalities import likely_tokens
@@ -24,12 +25,19 @@ def leases(
     """
     record, count = served.record, len(generates)
     caller = record.caller
+    record.is_of_batch_class = is_of_batch_class(generates[0])
     with ExitStack() as held:
         share = caller.queue_share or runtime.config.server.queue_share
-        held.enter_context(runtime.admission.lease(model, count, caller.key, share))
+        if record.is_of_batch_class:
+            # Such a request takes no place in a queue from others, and no part of its key's rates.
+            runtime.admission.check_open(model.name)
+        else:
+            held.enter_context(runtime.admission.lease(model, count, caller.key, share))
         charge = None
         if caller.meter is not None:
-            charge = held.enter_context(caller.meter.hold(_estimate(caller.meter, generates, record), count))
+            estimate = _estimate(caller.meter, generates, record)
+            hold = caller.meter.hold_budget if record.is_of_batch_class else caller.meter.hold
+            charge = held.enter_context(hold(estimate, count))
         # A model that only peers have is not in the pool.
         if runtime.pool.find(model.name) is not None:
             held.enter_context(runtime.pool.lease(model.name))

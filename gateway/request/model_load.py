@@ -48,7 +48,7 @@ class LoadMeter:
         """Compute the utilization of a configured model."""
         inside = backlog = 0
         for served in self._requests.of(model.name):
-            if served.record.served_by:
+            if served.record.served_by or served.record.is_of_batch_class:
                 continue
             inside += served.sequences
             if served.record.first_token_s is None:

@@ -61,9 +61,10 @@ class Opener:
         # The worker is looked up now, because a reload may remove the model from the pool. None if only peers have the
         # model.
         self._worker = runtime.pool.find(model.name)
+        self._is_local = stays_here or kind != TEXT
         self._route = (
             None
-            if stays_here or kind != TEXT or model.adapter
+            if self._is_local or model.adapter
             else make_route(runtime.fleet, model, generates, record.id, self._note_place, form)
         )
         # The deadline counts from the request's arrival, so it includes the time to load the model.
@@ -76,6 +77,11 @@ class Opener:
     def is_waiting(self) -> bool:
         """Whether `open` waits for the model."""
         return self._timeout is not None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the request's deadline has passed."""
+        return self._record.clock() >= self._deadline
 
     @property
     def is_loading(self) -> bool:
@@ -113,6 +119,8 @@ class Opener:
         self._check_before_load()
         phases, numbers = self._record.phases, self._numbers
         phases.loading_from = self._elapsed()
+        if self._worker is not None:
+            self._record.waited_for = numbers.newest_eviction or str(self._worker.state)
         numbers.opening += len(self._generates)
         try:
             return await self._wait_and_submit()
@@ -124,8 +132,9 @@ class Opener:
         """Raises `BadRequest` if the request needs another kind of model. Checked first, so that no model is loaded in
         vain.
         """
-        if self._worker is None and self._kind != TEXT:
-            message = f"The model '{self._model.name}' is a peer's: peers are asked for text alone."
+        if self._worker is None and self._is_local:
+            asked = "batches run here alone" if self._record.is_of_batch_class else "peers are asked for text alone"
+            message = f"The model '{self._model.name}' is a peer's: {asked}."
             raise BadRequest(message, "model", "unsupported_model_kind")
         if self._worker is not None and self._worker.ready is None:
             check_kind(self._model, None, self._kind)
@@ -153,7 +162,7 @@ class Opener:
         except TimeoutError:
             if self._interruption is not None:
                 raise self._interruption from None
-            if self._record.clock() >= self._deadline:
+            if self.is_late:
                 raise from_failure(LATE) from None
             message = f"The model was not ready within {queue_s:g} seconds."
             raise Unavailable(message, retry_after_s(self._runtime.pool, self._model), "queue_timeout") from None

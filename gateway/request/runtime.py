@@ -8,6 +8,8 @@ from gateway.link.link import WorkerLink
 from gateway.remote.peers.fleet import Fleet
 from gateway.request.admission import Admission
 from gateway.request.in_flight import Requests
+from gateway.request.next_turns import NextTurns
+from gateway.request.recent_requests import RecentRequests
 from gateway.request.routing import LiveConfig, Router
 from gateway.telemetry.metrics import Metrics
 from gateway.workers.pool.pool import Pool
@@ -24,7 +26,9 @@ class Runtime:
     metrics: Metrics
     admission: Admission
     requests: Requests
+    recent: RecentRequests
     ledger: Ledger
+    next_turns: NextTurns
     fleet: Fleet
 
     @property

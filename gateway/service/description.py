@@ -14,6 +14,8 @@ STOP_S_MIN: Final = 120
 COMMAND_TIMEOUT_S: Final = 300.0
 # Prefix of the system service. It is outside of the home, where the service's user could change what root installs.
 SYSTEM_PREFIX: Final = Path("/opt/mlxd")
+# launchd's label of the service.
+LABEL: Final = "dev.mlxd.gateway"
 # /usr/sbin is included for sysctl. A service reads no shell profile.
 PATH: Final = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 
@@ -35,6 +37,8 @@ class Service(Struct, frozen=True):
     user_home: Path
     scope: Scope
     drain_s: float = 30.0
+    # `mlxctl selftest` installs a service of its own beside the user's. Only launchd's module knows other labels.
+    label: str = LABEL
 
     @property
     def stop_s(self) -> int:

@@ -18,7 +18,6 @@ from gateway.service.description import (
     WriteFile,
 )
 
-LABEL: Final = "dev.mlxd.gateway"
 WIRED_LABEL: Final = "dev.mlxd.wired-limit"
 WIRED_PATH: Final = Path("/Library/LaunchDaemons") / f"{WIRED_LABEL}.plist"
 
@@ -27,7 +26,7 @@ def render(service: Service) -> str:
     """Render the property list for `/Library/LaunchDaemons` or `~/Library/LaunchAgents`."""
     output = str(service.home / "logs" / "service.log")
     body: dict[str, Any] = {
-        "Label": LABEL,
+        "Label": service.label,
         "ProgramArguments": [*service.program, "--launchd"],
         "EnvironmentVariables": service.environment,
         # KeepAlive implies RunAtLoad. A daemon that was stopped, or has a bad configuration, is not restarted.
@@ -53,7 +52,7 @@ def path(service: Service) -> Path:
     root = (
         Path("/Library/LaunchDaemons") if service.scope is Scope.SYSTEM else service.user_home / "Library/LaunchAgents"
     )
-    return root / f"{LABEL}.plist"
+    return root / f"{service.label}.plist"
 
 
 def install(service: Service) -> list[Action]:
@@ -146,4 +145,4 @@ def _domain(service: Service) -> str:
 
 
 def _target(service: Service) -> str:
-    return f"{_domain(service)}/{LABEL}"
+    return f"{_domain(service)}/{service.label}"

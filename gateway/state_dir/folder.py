@@ -27,8 +27,8 @@ _FILE: Final = os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class FolderRefused(CommandFailed):
-    """The folder, or a file in it, is refused: it is a symbolic link, has the wrong owner or type, or another name
-    elsewhere.
+    """The folder, or a file in it, is refused: it is a symbolic link, has the wrong owner or type, or has another hard
+    link.
     """
 
 
@@ -149,8 +149,8 @@ def open_folder(path: Path, *, make: bool = False) -> int:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if os.geteuid() != 0:
         return os.open(path, _FOLDER)
-    at, left = Path("/"), list(path.absolute().parts[1:])
-    folder, links = os.open(at, _FOLDER), 0
+    at, left = "", list(path.absolute().parts[1:])
+    folder, links = os.open("/", _FOLDER), 0
     with contextlib.ExitStack() as undo:
         undo.callback(lambda: os.close(folder))  # The lambda closes whichever folder is open when an error occurs.
         while left:
@@ -167,7 +167,7 @@ def open_folder(path: Path, *, make: bool = False) -> int:
             flags = _FOLDER if name == "/" else _FOLDER | os.O_NOFOLLOW
             inner = os.open(name, flags, dir_fd=folder)
             os.close(folder)
-            folder, at = inner, at / name
+            folder, at = inner, "" if name == "/" else f"{at}/{name}"
         undo.pop_all()
     return folder
 
@@ -197,7 +197,7 @@ def private_folder(path: Path, uid: int, gid: int) -> None:
         os.fchmod(folder, 0o700)
 
 
-def _root_link(folder: int, at: Path, name: str) -> Path | None:
+def _root_link(folder: int, at: str, name: str) -> Path | None:
     """Return the target of a symbolic link; None if `name` is no link. Raises `FolderRefused` unless root owns link and
     folder.
     """
@@ -209,7 +209,7 @@ def _root_link(folder: int, at: Path, name: str) -> Path | None:
         return None
     owner = status.st_uid or os.fstat(folder).st_uid
     if owner != 0:
-        raise FolderRefused(f"{at / name} is a symbolic link of user {owner}, which root does not follow")
+        raise FolderRefused(f"{at}/{name} is a symbolic link of user {owner}, which root does not follow")
     return Path(os.readlink(name, dir_fd=folder))
 
 

@@ -33,6 +33,16 @@ def usage_path(home: Path) -> Path:
     return home / "state" / "usage.json"
 
 
+def sessions_path(home: Path) -> Path:
+    """Return the path of the file with the sessions of a home's page."""
+    return home / "state" / "sessions.json"
+
+
+def connected_path(home: Path, client: str) -> Path:
+    """Return the path of the file with what `mlxctl connect` has written for a client, which `--undo` reads."""
+    return home / "state" / "clients" / f"{client}.json"
+
+
 def log_path(home: Path) -> Path:
     """Return the path of a home's log file. Rotated files are next to it."""
     return home / "logs" / "mlxd.log"

@@ -1,21 +1,26 @@
-"""Snapshots of counters, written to a private file by several threads. A newer snapshot always wins."""
+"""Snapshots of what a process counts, written to a private file by several threads. A newer snapshot always wins."""
 
 import logging
 import threading
 from pathlib import Path
 
+from gateway.disk import SYSTEM_DISK, Disk
 from gateway.state_dir.private_file import write_private
 
 log = logging.getLogger(__name__)
 
 
 class WriteOrder:
-    """Gives each snapshot a number, so that a late thread never overwrites a newer snapshot."""
+    """Gives each snapshot a number, so that a late thread never overwrites a newer snapshot. `content` names what is
+    in the file, for the log.
+    """
 
-    def __init__(self, path: Path, written: bytes = b"") -> None:
+    def __init__(self, path: Path, disk: Disk = SYSTEM_DISK, content: str = "usage") -> None:
         self.path = path
+        self._content = content
+        self._disk = disk
         # The content of the newest write.
-        self.written = written
+        self.written = b""
         self._is_failing = False
         self._taken = 0
         self._lock = threading.Lock()
@@ -36,11 +41,11 @@ class WriteOrder:
             self._newest = number
             try:
                 self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                write_private(self.path, data)
+                write_private(self.path, data, self._disk)
             except OSError as error:
                 # A failure is logged once, not at each write; the counters stay in memory.
                 if not self._is_failing:
-                    log.warning("usage is not kept: %s: %s", self.path, error.strerror or error)
+                    log.warning("%s is not kept: %s: %s", self._content, self.path, error.strerror or error)
                 self._is_failing = True
             else:
                 self._is_failing = False

@@ -173,8 +173,13 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = _digits(value) if isinstance(value, float) else str(value)
     return repr(text) if " " in text or not text.isprintable() else text
+
+
+def _digits(value: float) -> str:
+    """Write a number with four digits or more, and without the exponent that `g` has from 10,000 on."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _one_line(text: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Final
 
+from gateway.telemetry.gen_ai import GenAiMetrics
 from gateway.telemetry.histogram import BATCH_BUCKETS, ITL_BUCKETS, LATENCY_BUCKETS, TOKEN_BUCKETS, Histogram
 from gateway.workers.supervisor.state import MemoryView
 from protocol.from_worker import Pong, Step, Usage
@@ -50,6 +51,8 @@ class ModelMetrics:
     stats: Stats | None = None
     # Batch mode of the worker, which is how rows share a forward pass; empty if unknown.
     batch_mode: str = ""
+    # Reason for which the model was unloaded automatically since its newest load, or empty.
+    newest_eviction: str = ""
     state: str = "stopped"
     requests: Counter[str] = field(default_factory=Counter[str])
     adapters_running: Counter[str] = field(default_factory=Counter[str])
@@ -58,6 +61,7 @@ class ModelMetrics:
     generation_tokens: int = _count("generation_tokens", "Tokens generated.")
     ignored_fields: int = _count("ignored_fields", "Unknown fields of requests, ignored.")
     resumes: int = _count("request_resumes", "Sequences resumed on another worker after theirs was lost.")
+    next_turns: int = _count("next_turns", "Next turns of chats given to the worker to prefill while it is idle.")
     quarantined: int = _count("requests_quarantined", "Requests quarantined because they crash workers.")
     stuck: int = _count(
         "worker_stuck", "Workers ended because a step or the answer to a heartbeat exceeded its deadline."
@@ -126,6 +130,11 @@ class ModelMetrics:
             self.per_token.observe(usage.decode_ms / 1000 / (usage.completion - 1))
 
     @property
+    def prompt_tokens_computed(self) -> int:
+        """Prompt tokens of finished sequences without those from the prefix cache, which took no time."""
+        return self.prompt_tokens - self.prompt_tokens_cached
+
+    @property
     def prefill_rate(self) -> float:
         """Recent prompt tokens per second; 0 if unknown."""
         return self.prefilled_tokens / self.prefilled_s if self.prefilled_s > 0 else 0.0
@@ -167,7 +176,7 @@ class BodyNumbers:
     """Metrics of request bodies. Updated on the event loop."""
 
     used_bytes: int = 0
-    # Numbers of requests that were refused for lack of memory, and of bodies that were processed in the thread.
+    # Number of requests refused for lack of memory, and of bodies processed in a thread instead of on the event loop.
     refused: int = 0
     offloaded: int = 0
 
@@ -208,6 +217,7 @@ class Metrics:
         # Number of open connections and their limit, for each listener.
         self.connections: dict[str, Callable[[], int]] = {}
         self.connections_max: dict[str, Callable[[], int]] = {}
+        self.websockets: Callable[[], int] = lambda: 0
         # Connections refused immediately, by listener and reason, and connections closed later, by reason.
         self.connections_refused: Counter[tuple[str, str]] = Counter()
         self.connections_dropped: Counter[str] = Counter()
@@ -218,6 +228,7 @@ class Metrics:
         self.media_numbers = MediaNumbers()
         # Called with the model and its new state immediately, for the web page's feed.
         self.on_state: Callable[[str, str], None] | None = None
+        self.gen_ai = GenAiMetrics()
         # Requests sent to peers, by peer and reason, and sequences lost, by peer.
         self.forwarded: Counter[tuple[str, str]] = Counter()
         self.reroutes: Counter[str] = Counter()
@@ -227,6 +238,9 @@ class Metrics:
         self.peers: Callable[[], Iterable[tuple[str, bool, dict[str, int]]]] = tuple
         # Returns, for each local model, its name, its waiting prompt tokens and its estimated wait in seconds.
         self.loads: Callable[[], Iterable[tuple[str, int, float]]] = tuple
+        # Requests of batches that have ended, by outcome, and the number of those that wait to be run.
+        self.batch_requests: Counter[str] = Counter()
+        self.batch_requests_waiting: Callable[[], int] = int
         self.pace_duty: Callable[[], float] = lambda: 1.0
         self.unacked_aborts: Callable[[], int] = int
         self.audit_lines_lost: Callable[[], int] = int
@@ -276,7 +290,9 @@ class Metrics:
 
     def load_seconds(self, model: str, s: float) -> None:
         """Record the time of a load, from spawn to Ready."""
-        self.model(model).load.observe(s)
+        numbers = self.model(model)
+        numbers.load.observe(s)
+        numbers.newest_eviction = ""
 
     def batch_mode(self, model: str, mode: str) -> None:
         """Record the batch mode of a worker that is ready."""
@@ -297,6 +313,7 @@ class Metrics:
     def model_removed(self, model: str) -> None:
         """Remove the series of a model that was removed from the configuration and has stopped."""
         self.models.pop(model, None)
+        self.gen_ai.forget(model)
 
     def request_quarantined(self, model: str) -> None:
         self.model(model).quarantined += 1
@@ -312,7 +329,9 @@ class Metrics:
         self.model(model).swap.observe(s)
 
     def model_evicted(self, model: str, reason: str) -> None:
-        self.model(model).evictions[reason] += 1
+        numbers = self.model(model)
+        numbers.evictions[reason] += 1
+        numbers.newest_eviction = reason
 
     def memory_returned(self, model: str, part: float) -> None:
         """Record the fraction of an ended process's memory that was free again before the deadline."""

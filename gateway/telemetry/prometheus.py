@@ -26,6 +26,7 @@ STATES: Final = (
 )  # fmt: skip
 
 CERTIFICATE_LOADS: Final = ("ok", "failed")
+BATCH_OUTCOMES: Final = ("succeeded", "errored", "canceled", "expired")
 STORE_PROBLEMS: Final = ("damaged", "failed", "dropped", "journal")
 
 # Declarations of the series that workers' statistics have.
@@ -90,6 +91,7 @@ class _OfMetrics(Collector):
         yield from _of_peers(metrics)
         yield from _of_loads(metrics)
         yield from _of_keys(metrics.keys)
+        yield from metrics.gen_ai.families()
         yield from _of_models(metrics.models)
         yield from _of_workers({model: m.stats for model, m in metrics.models.items() if m.stats is not None})
         if metrics.memory_view is not None:
@@ -141,9 +143,16 @@ def _of_gateway(metrics: Metrics) -> Iterator[Metric]:
         ),
         ("request_body_bytes", "Memory held by the bodies of unfinished requests.", bodies.used_bytes),
         ("media_in_flight_bytes", "Bytes of images, video and audio of unfinished requests.", media.used_bytes),
+        (
+            "batch_requests_waiting",
+            "Requests of batches that wait until nothing else runs.",
+            metrics.batch_requests_waiting(),
+        ),
         ("media_fetches", "Fetches of media by URL that run.", media.fetching),
     ):
         yield _gauge(name, text, [], [([], value)])
+    outcomes = [([outcome], metrics.batch_requests[outcome]) for outcome in BATCH_OUTCOMES]
+    yield _counter("batch_requests", "Requests of batches that have ended.", ["outcome"], outcomes)
     yield _counter("auth_failures", "Requests without a valid API key.", ["reason"], _samples(metrics.auth_failures))
     problems = [([reason], metrics.store_problems[reason]) for reason in STORE_PROBLEMS]
     yield _counter("response_store_problems", "Failed calls of the response store.", ["reason"], problems)
@@ -157,6 +166,7 @@ def _of_connections(metrics: Metrics) -> Iterator[Metric]:
     yield _gauge("connections", "Open client connections.", ["listener"], count)
     limits = [([listener], read()) for listener, read in metrics.connections_max.items()]
     yield _gauge("connections_max", "Limit of open client connections.", ["listener"], limits)
+    yield _gauge("websockets", "Open WebSockets of clients.", [], [([], metrics.websockets())])
     refused = _samples(metrics.connections_refused)
     yield _counter("connections_refused", "Connections refused when they were opened.", ["listener", "reason"], refused)
     text = "Connections closed because of the client: too slow, idle or invalid."

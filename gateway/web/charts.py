@@ -64,12 +64,12 @@ class Sampler:
         numbers = self._services.metrics.model(view.name)
         series = self._series.get(view.name)
         if series is None:
-            series = self._series[view.name] = _Series(numbers.generation_tokens, numbers.prompt_tokens)
+            series = self._series[view.name] = _Series(numbers.generation_tokens, numbers.prompt_tokens_computed)
         chart = series.chart
         # A counter restarts at 0 if its model was removed and added again.
         chart.tokens_per_s.append(round(max(0, numbers.generation_tokens - series.generated) / span_s, 1))
-        chart.prompt_tokens_per_s.append(round(max(0, numbers.prompt_tokens - series.prompted) / span_s, 1))
-        series.generated, series.prompted = numbers.generation_tokens, numbers.prompt_tokens
+        chart.prompt_tokens_per_s.append(round(max(0, numbers.prompt_tokens_computed - series.prompted) / span_s, 1))
+        series.generated, series.prompted = numbers.generation_tokens, numbers.prompt_tokens_computed
         running = view.stats.running if view.stats else 0
         inside = self._services.admission.inside(view.name)
         chart.running.append(running)

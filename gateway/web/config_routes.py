@@ -24,7 +24,6 @@ class Configuration:
         self.reloader: Reloader | None = None
 
     def routes(self, prefix: str) -> list[Route]:
-        """Return all routes."""
         return [
             Route(f"{prefix}/config", self._show, methods=["GET"]),
             Route(f"{prefix}/config/check", self._check, methods=["POST"]),

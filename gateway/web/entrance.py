@@ -22,6 +22,7 @@ from gateway.services import Services
 from gateway.web.gate import Gate, has_session_token
 from gateway.web.schemas import LoggedIn, LogIn, Me, OwnUsage
 from gateway.web.session import CODE_S, IDLE_S, WebSession
+from gateway.web.session_file import SessionFile
 
 _log_in: Final = msgspec.json.Decoder(LogIn)
 
@@ -29,9 +30,10 @@ _log_in: Final = msgspec.json.Decoder(LogIn)
 class Entrance:
     """Endpoints for sessions on the web page, and for login codes on the unix socket."""
 
-    def __init__(self, services: Services, gate: Gate) -> None:
+    def __init__(self, services: Services, gate: Gate, file: SessionFile) -> None:
         self._services = services
         self._gate = gate
+        self._file = file
 
     def socket_routes(self, url: Callable[[], str]) -> list[Route]:
         """Return the routes for the admin app. `url` is a function that returns the daemon's address."""
@@ -45,7 +47,7 @@ class Entrance:
         ]
 
     async def log_in_or_out(self, request: Request) -> Response:
-        # A path has one route, whose 405 answer lists all of its methods.
+        # Both methods share one route, because a 405 answer lists only the methods of the first route with the path.
         return await (self._log_out if request.method == "DELETE" else self._log_in)(request)
 
     async def _log_in(self, request: Request) -> Response:
@@ -59,12 +61,14 @@ class Entrance:
                 403, "The link is not valid any more: run 'mlxctl ui' again.", code="bad_code", type="permission_error"
             )
         token, session = opened
+        await self._save()
         self._services.audit.record(entry("ui.login", session.id, client=str(record.client), actor=AuditActor()))
         return json_response(LoggedIn(token, IDLE_S, protocol.__version__))
 
     async def _log_out(self, request: Request) -> Response:
         """End the session of the request."""
         self._gate.sessions.end(session_of(request.scope))
+        await self._save()
         return json_response({})
 
     async def show_visitor(self, request: Request) -> Response:
@@ -99,8 +103,18 @@ class Entrance:
     async def _revoke(self, request: Request) -> Response:
         order = note(request.scope, Command("ui.revoke"))
         revoked = UiRevoked(self._gate.sessions.revoke())
+        await self._save()
         order.facts = {"sessions": revoked.sessions}
         return json_response(revoked)
+
+    def save_uses(self) -> None:
+        """Save that sessions were used, if the next daemon does not know it yet."""
+        if self._gate.sessions.is_unsaved:
+            self._services.tasks.start(self._save(), "save of sessions")
+
+    async def _save(self) -> None:
+        # Before the answer: a session that its visitor has ended must not come back with the next daemon.
+        await self._file.write(self._gate.sessions.save())
 
 
 def session_of(scope: Scope) -> WebSession:

@@ -32,7 +32,8 @@ VIEWERS_MAX: Final = 32
 # Maximum number of pending events of a viewer. A viewer that falls further behind gets a snapshot instead.
 QUEUE_MAX: Final = 4
 REQUESTS_MAX: Final = 50
-# If only counters of requests change, their list is sent at this interval. It is below two ticks, since ticks vary.
+# If only counters of requests change, their list is sent at this interval. It is shorter than two ticks, because the
+# time between ticks varies.
 REQUEST_LIST_INTERVAL_S: Final = 1.5
 _OWN: Final = frozenset({"tokens_per_s", "prompt_tokens_per_s"})
 _TICK_FIELDS: Final = tuple(name for name in ModelTick.__struct_fields__ if name not in _OWN)
@@ -57,8 +58,8 @@ class _Viewer:
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def offer(self, event: bytes) -> None:
-        """Send an event immediately to a viewer that keeps up. A viewer that does not loses its pending events and
-        continues from a snapshot.
+        """Send an event immediately to a viewer that keeps up. A slower viewer loses its pending events and continues
+        from a snapshot.
         """
         if self.is_idle and self.writer is not None and self.writer.is_open:
             self.writer.write(event)
@@ -82,7 +83,7 @@ class _Viewer:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _FeedState:
     """State at the newest tick. The next state is compared with it."""
 
     models: dict[str, ModelTick] = field(default_factory=dict[str, ModelTick])
@@ -111,11 +112,11 @@ class Feed:
         self._sessions = sessions
         self._log = LogTail()
         self._viewers: set[_Viewer] = set()
-        self._seen = _Seen()
+        self._seen = _FeedState()
         self._snapshot: bytes | None = None
         self._task: asyncio.Task[None] | None = None
         self._ui = services.config.ui
-        # The state whose requests were last sent, and the time of that.
+        # The state from which requests were sent last, and the time when they were sent.
         self._sent = self._seen
         self._sent_at = 0.0
 
@@ -219,9 +220,9 @@ class Feed:
         if tick != FeedTick(tick.time):
             self._offer(_event("tick", tick))
 
-    def _compare(self, status: DaemonStatus) -> tuple[FeedTick, _Seen]:
+    def _compare(self, status: DaemonStatus) -> tuple[FeedTick, _FeedState]:
         before, requests = self._seen, self._services.requests.views()
-        seen = _Seen(
+        seen = _FeedState(
             models={model.name: self._numbers(model) for model in status.models},
             memory=status.memory,
             requests=requests[:REQUESTS_MAX],
@@ -242,7 +243,7 @@ class Feed:
         )
         return tick, seen
 
-    def _has_new_requests(self, seen: _Seen) -> bool:
+    def _has_new_requests(self, seen: _FeedState) -> bool:
         """Whether to send the list of requests: immediately if a request starts, ends or changes state; after a while
         if only counters differ.
         """

@@ -1,7 +1,7 @@
 """Child process that queries the hub. It reads one order as JSON from its standard input and writes one answer.
 
-A separate process is used because the hub's library and the headers of weights block the interpreter for long. The
-daemon does not import that library, which would make its start half as long again.
+A separate process is used because importing the hub's library and parsing headers of weights block the interpreter for
+a long time. The daemon never imports that library; the import would lengthen its start by half.
 """
 
 import sys
@@ -55,6 +55,7 @@ def _model(model: FoundRepository) -> HubModel:
         weights_bytes=info.weights_bytes,
         context=info.context,
         model_type=info.model_type,
+        purpose=model.purpose,
     )
 
 

@@ -42,7 +42,6 @@ class ModelFinder:
         self._running = 0
 
     def routes(self, prefix: str) -> list[Route]:
-        """Return all routes."""
         return [
             Route(f"{prefix}/models", self._list_files, methods=["GET"]),
             Route(f"{prefix}/hub/search", self._search, methods=["GET"]),

@@ -34,7 +34,6 @@ class Keys:
         self._services = services
 
     def routes(self, prefix: str) -> list[Route]:
-        """Return all routes."""
         return [
             Route(f"{prefix}/keys", self._list, methods=["GET"]),
             Route(f"{prefix}/keys/create", self._create, methods=["POST"]),

@@ -2,42 +2,31 @@
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.access.audit_log import Action
 from gateway.access.caller import OWNER
 from gateway.control.command_body import read_order
-from gateway.control.commands import Command, note
+from gateway.control.commands import Command, ModelCommand, model_commands, note
 from gateway.control_types import ModelRef
 from gateway.http.exchange import json_response
 from gateway.services import Services
 from gateway.web.schemas import OrderAccepted
 from gateway.workers.supervisor.state import ModelUnavailable
 
-Verb = Literal["load", "unload", "restart", "pin", "unpin"]
-
 _model_ref: Final = msgspec.json.Decoder(ModelRef)
 
 
 def routes(services: Services, prefix: str) -> list[Route]:
     """Return one route for each verb."""
-    pool = services.pool
-    verbs: tuple[tuple[Verb, Action, Callable[[str], Awaitable[None]]], ...] = (
-        ("load", "model.load", pool.load),
-        ("unload", "model.unload", pool.unload),
-        ("restart", "model.restart", pool.restart),
-        ("pin", "model.pin", pool.pin),
-        ("unpin", "model.unpin", pool.unpin),
-    )
     orders = ModelOrders(services)
     return [
-        Route(f"{prefix}/models/{verb}", partial(orders.accept, verb, action, run), methods=["POST"])
-        for verb, action, run in verbs
+        Route(f"{prefix}/models/{command[0]}", partial(orders.accept, command), methods=["POST"])
+        for command in model_commands(services.pool)
     ]
 
 
@@ -48,10 +37,9 @@ class ModelOrders:
         self._services = services
         self._running: set[tuple[str, str]] = set()
 
-    async def accept(
-        self, verb: Verb, action: Action, run: Callable[[str], Awaitable[None]], request: Request
-    ) -> Response:
+    async def accept(self, command: ModelCommand, request: Request) -> Response:
         """Answer `POST /ui/api/models/VERB`. If the command fails, the model's `last_failure` shows it."""
+        verb, action, run = command
         ref = await read_order(request.scope, request.receive, _model_ref)
         order = note(request.scope, Command(action, ref.model))
         order.target = model = self._services.router.resolve(ref.model, OWNER).name

@@ -51,7 +51,7 @@ _CACHE: Final[Header] = (b"cache-control", b"no-cache")
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _PageFile:
     """One file as it is sent. `stamp` identifies the version of the file on the disk."""
 
     stamp: tuple[int, int]
@@ -68,7 +68,7 @@ class Page:
     def __init__(self, prefix: str, folder: Path = FOLDER) -> None:
         self._prefix = prefix
         self._folder = folder
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, _PageFile] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] not in ("GET", "HEAD"):
@@ -79,7 +79,7 @@ class Page:
             raise ApiError(404, "The page has no such file.", code="unknown_url")
         await _send(file, scope, send)
 
-    async def _find(self, name: str) -> _File | None:
+    async def _find(self, name: str) -> _PageFile | None:
         if len(name) > _NAME_MAX or not _NAME.fullmatch(name):
             return None
         path, known = self._folder / name, self._files.get(name)
@@ -95,15 +95,15 @@ class Page:
         return known
 
 
-def _read(path: Path, stamp: tuple[int, int]) -> _File:
+def _read(path: Path, stamp: tuple[int, int]) -> _PageFile:
     plain = path.read_bytes()
     compressed = gzip.compress(plain, 9, mtime=0)
     etag = b'"%b"' % hashlib.blake2b(plain, digest_size=16).hexdigest().encode()
     kind = _TYPES.get(path.suffix, _UNKNOWN_TYPE)
-    return _File(stamp, etag, kind, plain, compressed if len(compressed) < len(plain) * 0.9 else b"")
+    return _PageFile(stamp, etag, kind, plain, compressed if len(compressed) < len(plain) * 0.9 else b"")
 
 
-async def _send(file: _File, scope: Scope, send: Send) -> None:
+async def _send(file: _PageFile, scope: Scope, send: Send) -> None:
     request_headers = Headers(scope=scope)
     headers: list[Header] = [(b"etag", file.etag), (b"vary", b"Accept-Encoding")]
     known = [tag.strip().removeprefix("W/") for tag in request_headers.get("if-none-match", "").split(",")]

@@ -82,6 +82,8 @@ class HubModel(Struct, frozen=True):
     weights_bytes: int | None = None
     context: int | None = None
     model_type: str = ""
+    # What mlxd's own list recommends the model for; empty for other models.
+    purpose: str = ""
 
 
 class HubModels(Struct, frozen=True):

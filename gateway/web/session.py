@@ -1,31 +1,29 @@
 """Sessions of the web page. A one-time code from the unix socket is exchanged for a bearer token.
 
-Codes and tokens have 256 random bits. Only their hashes are kept, in memory, so sessions end with the daemon.
+Codes and tokens have 256 random bits. Only their hashes are kept: those of codes in memory, those of tokens also in a
+private file, so that sessions outlive the daemon.
 """
 
 import hashlib
 import secrets
-import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
+
+from gateway.wall_clock import WallClock
+from gateway.web.session_file import SavedSession
 
 # This prefix distinguishes tokens from API keys.
 TOKEN_START: Final = "mlxd-ui-"
 SECRET_BYTES: Final = 32
 CODE_S: Final = 60.0
 CODES_MAX: Final = 8
-IDLE_S: Final = 12 * 3600.0
+IDLE_S: Final = 14 * 86400.0
 SESSIONS_MAX: Final = 32
+# Uses are saved this often, so that a page that is looked at writes no file all the time.
+SAVE_S: Final = 3600.0
 _SECRET_CHARS_MAX: Final = 128
-# This clock continues while the machine sleeps, so that sessions expire overnight.
-_CLOCK: Final[int] = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-
-
-def boot_time() -> float:
-    """Return the seconds since the machine's boot, including sleep."""
-    return time.clock_gettime(_CLOCK)
 
 
 @dataclass(slots=True)
@@ -34,18 +32,25 @@ class WebSession:
 
     id: str
     used: float
+    saved: float = 0.0
     is_over: bool = False
 
 
 class Sessions:
-    """Valid codes and sessions. The number of each is bounded; a new one replaces the oldest."""
+    """Valid codes and sessions. The number of each is bounded: a new code replaces the oldest code, and a new session
+    the least recently used one.
+    """
 
-    def __init__(self, clock: Callable[[], float] = boot_time) -> None:
-        self._clock = clock
+    def __init__(self, saved: Iterable[SavedSession] = (), clock: Callable[[], float] | None = None) -> None:
+        """Continue the sessions that an earlier daemon has saved."""
+        self._clock = clock or WallClock()
         # Maps the hash of each code to its expiry.
         self._codes: OrderedDict[bytes, float] = OrderedDict()
         # Maps the hash of each token to its session, the least recently used first.
-        self._sessions: OrderedDict[bytes, WebSession] = OrderedDict()
+        self._sessions: OrderedDict[bytes, WebSession] = OrderedDict(
+            (each.digest, WebSession(each.id, each.used, each.used))
+            for each in sorted(saved, key=lambda each: each.used)[-SESSIONS_MAX:]
+        )
 
     def make_code(self) -> str:
         """Make a code that is valid for one login, within `CODE_S` seconds."""
@@ -83,7 +88,6 @@ class Sessions:
         return not session.is_over and self._clock() - session.used < IDLE_S
 
     def end(self, session: WebSession) -> None:
-        """End a session."""
         session.is_over = True
         self._sessions = OrderedDict((key, kept) for key, kept in self._sessions.items() if kept is not session)
 
@@ -96,6 +100,18 @@ class Sessions:
         self._sessions.clear()
         self._codes.clear()
         return count
+
+    @property
+    def is_unsaved(self) -> bool:
+        """Whether a session was used so long after its last save that the next daemon should know."""
+        return any(session.used - session.saved >= SAVE_S for session in self._sessions.values())
+
+    def save(self) -> list[SavedSession]:
+        """Return the sessions for the file, as saved now."""
+        self._forget_old()
+        for session in self._sessions.values():
+            session.saved = session.used
+        return [SavedSession(session.id, digest, session.used) for digest, session in self._sessions.items()]
 
     def _forget_old(self) -> None:
         now = self._clock()

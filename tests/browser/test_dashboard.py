@@ -316,6 +316,10 @@ def test_the_settings_of_a_client_name_this_address(owned: DaemonProcess, visiti
     page.wait_for_selector("pre:has-text('model_provider')")
 
     assert "mlxctl connect codex --write" in page.locator("main").inner_text()
+    # It has no file, so that the page says what to enter.
+    page.locator(".connect select").first.select_option("cursor")
+    page.wait_for_selector("main:has-text('Override OpenAI Base URL')")
+    assert "mlxctl connect cursor --write" not in page.locator("main").inner_text()
 
 
 def test_hostile_names_keys_and_errors_are_text(visiting: Visiting) -> None:

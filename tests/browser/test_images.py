@@ -9,6 +9,7 @@ from PIL import Image
 
 from tests.browser.conftest import SCRIPTED_DAEMON, Visiting
 from tests.support.daemon import DaemonProcess, write_config
+from tests.support.pdfs import PdfSheet, pdf
 from tests.support.pool import short_home
 
 
@@ -30,9 +31,11 @@ def test_an_image_is_sent_as_data_and_is_there_after_a_reload(visiting: Visiting
             page.get_by_role("button", name="Model:").click()
             page.keyboard.press("Escape")
             with page.expect_file_chooser() as chooser:
-                page.get_by_role("button", name="Attach images or text files").click()
+                page.get_by_role("button", name="Attach images, PDFs or text files").click()
             chooser.value.set_files(tmp_path / "a.png")
             page.locator(".composer .chip", has_text="a.png").wait_for()
+            thumbnail = page.locator(".composer .chip img.thumbnail")
+            assert thumbnail.evaluate("each => each.decode().then(() => each.naturalWidth)") == 32
             visit.send("What is it?")
             visit.answered()
             sent = json.dumps(visit.bodies[-1])
@@ -44,18 +47,21 @@ def test_an_image_is_sent_as_data_and_is_there_after_a_reload(visiting: Visiting
             assert width == 32
 
 
-def test_a_model_that_sees_nothing_gets_text_files_only(
+def test_a_model_that_sees_nothing_gets_text_files_and_pdfs_only(
     talkative: DaemonProcess, visiting: Visiting, tmp_path: Path
 ) -> None:
     picture(tmp_path / "a.png")
     (tmp_path / "notes.txt").write_text("a ``` fence")
+    data = pdf(PdfSheet("Hello"))
+    (tmp_path / "a.pdf").write_bytes(data)
     visit = visiting(talkative)
     page = visit.open()
     with page.expect_file_chooser() as chooser:
-        page.get_by_role("button", name="Attach text files").click()
-    chooser.value.set_files([tmp_path / "a.png", tmp_path / "notes.txt"])
+        page.get_by_role("button", name="Attach PDFs or text files").click()
+    chooser.value.set_files([tmp_path / "a.png", tmp_path / "notes.txt", tmp_path / "a.pdf"])
     page.wait_for_selector(".notice.bad:has-text('a.png')")
     page.locator(".composer .chip", has_text="notes.txt").wait_for()
+    page.locator(".composer .chip", has_text="a.pdf").wait_for()
     visit.send("Read it.")
     page.wait_for_selector(".message.assistant .markdown")
     page.keyboard.press("Escape")
@@ -63,4 +69,8 @@ def test_a_model_that_sees_nothing_gets_text_files_only(
 
     assert page.locator(".composer .chip").count() == 0
     asked = next(body for body in visit.bodies if "input" in body)
-    assert "notes.txt:\n````\na ``` fence\n````\n\nRead it." in asked["input"][0]["content"][0]["text"]
+    file, text = asked["input"][0]["content"]
+    assert file["type"] == "input_file"
+    assert file["filename"] == "a.pdf"
+    assert file["file_data"] == f"data:application/pdf;base64,{base64.b64encode(data).decode()}"
+    assert "notes.txt:\n````\na ``` fence\n````\n\nRead it." in text["text"]

@@ -85,7 +85,47 @@ def test_an_answer_goes_on_when_its_gateway_is_killed_and_back(visiting: Visitin
             assert visit.said() == words()
 
 
-def test_an_answer_goes_on_although_the_session_ended_with_its_daemon(visiting: Visiting) -> None:
+def test_a_restart_of_the_daemon_logs_nobody_out_and_asks_for_no_key(visiting: Visiting) -> None:
+    with short_home() as home:
+        write_config(home, ("a",))
+        with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON) as daemon:
+            keep_port(daemon)
+            visit = visiting(daemon, expected=("net::ERR", "status of 50"))
+            visit.page.goto(code_of(daemon))
+            visit.page.wait_for_selector("text=Log out")
+            begin(visit, LONGER)
+            # What is shown meanwhile; a refusal would be a complaint of the browser.
+            visit.page.evaluate(
+                "() => { window.gates = 0; new MutationObserver(() => {"
+                " window.gates += document.querySelectorAll('.gate').length"
+                " }).observe(document.body, {childList: true, subtree: true}) }"
+            )
+            place = visit.page.url
+            daemon.kill()
+        with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON):
+            visit.answered()
+            assert visit.said() == words(LONGER)
+            assert visit.page.evaluate("window.gates") == 0
+            # The address of a conversation is the same in another tab, which is logged in as well.
+            other = visit.context.new_page()
+            other.goto(place)
+            other.wait_for_selector(f".message.assistant:has-text('t{LONGER - 1}')")
+            other.get_by_role("link", name="Keys").click()
+            other.wait_for_selector("main.dashboard")
+
+
+def keep_port(daemon: DaemonProcess) -> None:
+    """The next daemon of this home has the same address."""
+    file = daemon.home / "mlxd.toml"
+    file.write_text(file.read_text().replace("port = 0", f"port = {daemon.url.rpartition(':')[2]}"))
+
+
+def end_sessions(home: Path) -> None:
+    """As if every session had expired."""
+    (home / "state" / "sessions.json").unlink()
+
+
+def test_an_answer_goes_on_although_its_session_has_ended(visiting: Visiting) -> None:
     with short_home() as home:
         write_config(home, ("a",))
         with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON) as daemon:
@@ -96,6 +136,7 @@ def test_an_answer_goes_on_although_the_session_ended_with_its_daemon(visiting: 
             visit.page.wait_for_selector("text=Log out")
             begin(visit)
             daemon.kill()
+            end_sessions(home)
         with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON) as daemon:
             # Without a key the page needs no session for the chat.
             visit.answered()
@@ -109,6 +150,7 @@ def test_an_answer_goes_on_although_the_session_ended_with_its_daemon(visiting: 
             # As `mlxctl keys create` does, but before the answer can end.
             KeyFile(home / "keys" / "keys.json").create(Key(name="ana", prefix="", salt="", hash=""))
             daemon.kill()
+            end_sessions(home)
         with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON) as daemon:
             place = visit.page.url
             visit.page.wait_for_selector(".gate")
@@ -136,6 +178,7 @@ def test_a_refusal_that_comes_after_the_log_in_ends_neither_session_nor_answer(v
             late = LateAnswer(visit, "**/v1/responses/*?stream=true*", number)
             KeyFile(home / "keys" / "keys.json").create(Key(name="ana", prefix="", salt="", hash=""))
             daemon.kill()
+            end_sessions(home)
         with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON) as daemon:
             late.is_served = True
             until(lambda: late.is_held(visit))

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Final
 
@@ -21,12 +22,13 @@ NODE: Final = "node@22"
 NODE_MAJOR: Final = 22
 
 
-def npm(folder: str, *packages: str) -> Path:
+def npm(folder: str, *packages: str, cache: Path = CACHE) -> Path:
     """The folder of a package's commands. Skips the test that asks when it cannot be installed."""
-    commands = CACHE / folder / "node_modules" / ".bin"
-    if not (commands.exists() and _is_made_of(folder, packages)):
-        _run(folder, ["npm", "install", "--no-fund", "--no-audit", "--prefix", str(CACHE / folder), *packages])
-        _note(folder, packages)
+    place = cache / folder
+    commands = place / "node_modules" / ".bin"
+    if not (commands.exists() and _is_made_of(place, packages)):
+        _run(place, ["npm", "install", "--no-fund", "--no-audit", "--prefix", str(place), *packages])
+        _note(place, packages)
     return commands
 
 
@@ -41,34 +43,63 @@ def node_path() -> str:
     return f"{npm('node22', NODE)}{os.pathsep}{path}"
 
 
-def pypi(folder: str, *packages: str) -> Path:
+def pypi(folder: str, *packages: str, cache: Path = CACHE) -> Path:
     """The folder of a virtual environment's commands. Skips the test that asks when it cannot be made."""
-    commands = CACHE / folder / "bin"
-    if not _is_made_of(folder, packages):
-        _run(folder, [sys.executable, "-m", "venv", str(CACHE / folder)])
-        _run(folder, [str(commands / "pip"), "install", "--quiet", *packages])
-        _note(folder, packages)
+    place = cache / folder
+    commands = place / "bin"
+    if not _is_made_of(place, packages):
+        _run(place, [sys.executable, "-m", "venv", str(place)])
+        _run(place, [str(commands / "pip"), "install", "--quiet", *packages])
+        _note(place, packages)
     return commands
 
 
-def _is_made_of(folder: str, packages: tuple[str, ...]) -> bool:
+def git(folder: str, source: str, commit: str, cache: Path = CACHE) -> Path:
+    """A checkout of one commit. Skips the test that asks when it cannot be fetched."""
+    place = cache / folder
+    if not _is_made_of(place, (commit,)):
+        shutil.rmtree(place, ignore_errors=True)
+        _run(place, ["git", "clone", "--quiet", "--no-checkout", source, str(place)])
+        _run(place, ["git", "-C", str(place), "checkout", "--quiet", commit])
+        _note(place, (commit,))
+    return place
+
+
+def sdist(folder: str, package: str, cache: Path = CACHE) -> Path:
+    """The files of a source distribution from PyPI. Skips the test that asks when it cannot be downloaded."""
+    place = cache / folder
+    if not _is_made_of(place, (package,)):
+        name = package.partition("==")[0]
+        options = ["--quiet", "--no-deps", "--no-binary", name, "--dest", str(place)]
+        _run(place, [sys.executable, "-m", "venv", str(place)])
+        _run(place, [str(place / "bin" / "pip"), "download", *options, package])
+        archive = next(place.glob("*.tar.gz"))
+        with tarfile.open(archive) as files:
+            files.extractall(place, filter="data")
+        archive.unlink()
+        _note(place, (package,))
+    return next(place.glob(f"{package.partition('==')[0].replace('-', '_')}-*"))
+
+
+def _is_made_of(place: Path, packages: tuple[str, ...]) -> bool:
     """Whether the folder was completed with just these packages and versions."""
-    marker = CACHE / folder / MARKER
+    marker = place / MARKER
     return marker.exists() and marker.read_text() == "\n".join(packages)
 
 
-def _note(folder: str, packages: tuple[str, ...]) -> None:
-    (CACHE / folder / MARKER).write_text("\n".join(packages))
+def _note(place: Path, packages: tuple[str, ...]) -> None:
+    (place / MARKER).write_text("\n".join(packages))
 
 
-def _run(folder: str, command: list[str]) -> None:
+def _run(place: Path, command: list[str]) -> None:
+    name = place.name
     if shutil.which(command[0]) is None:
-        pytest.skip(f"{folder}: there is no {Path(command[0]).name} on this machine")
-    CACHE.mkdir(parents=True, exist_ok=True)
-    env = os.environ | ({"PATH": node_path()} if command[0] == "npm" and folder != "node22" else {})
+        pytest.skip(f"{name}: there is no {Path(command[0]).name} on this machine")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    env = os.environ | ({"PATH": node_path()} if command[0] == "npm" and name != "node22" else {})
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, env=env)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        shutil.rmtree(CACHE / folder, ignore_errors=True)
+        shutil.rmtree(place, ignore_errors=True)
         said = (error.stderr or "").strip().splitlines() if isinstance(error.stderr, str) else []
-        pytest.skip(f"{folder} cannot be installed: {said[-1] if said else error}")
+        pytest.skip(f"{name} cannot be installed: {said[-1] if said else error}")

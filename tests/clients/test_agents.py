@@ -131,8 +131,10 @@ async def test_qwen_code(workshop: Workshop) -> None:
     assert workshop.secret in said
 
 
-async def test_codex(workshop: Workshop) -> None:
-    codex = npm("codex", "@openai/codex@0.169.0") / "codex"
+@pytest.mark.parametrize("by_websocket", [False, True])
+async def test_codex(workshop: Workshop, by_websocket: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "gateway.middleware.access_log")
+    codex = npm("codex", "@openai/codex@0.171.0") / "codex"
     home = workshop.home / "codex"
     home.mkdir()
     (home / "config.toml").write_text(
@@ -150,6 +152,7 @@ async def test_codex(workshop: Workshop) -> None:
         base_url = "{workshop.url}/v1"
         wire_api = "responses"
         env_key = "MLXD_KEY"
+        supports_websockets = {str(by_websocket).lower()}
         """
     )
     options = ["exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--json", TASK]
@@ -159,3 +162,5 @@ async def test_codex(workshop: Workshop) -> None:
     items = [event["item"] for event in events if event["type"] == "item.completed"]
     [answer] = [item["text"] for item in items if item["type"] == "agent_message" and "It says" in item["text"]]
     assert workshop.secret in answer
+    sockets = [record for record in caplog.records if record.getMessage() == "GET /v1/responses"]
+    assert bool(sockets) is by_websocket

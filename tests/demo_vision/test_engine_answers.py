@@ -60,9 +60,11 @@ def request(rid: int, sample: VisionSample) -> Generate:
 
 @pytest.mark.soak
 def test_held_out_pictures_and_clips_are_answered_to_the_letter(engine: EngineHarness) -> None:
-    samples = [sample for category in CATEGORIES for sample in held_out_samples(category, NUMBER)]
-    results = engine.run([request(rid, sample) for rid, sample in enumerate(samples)])
     right = dict.fromkeys(CATEGORIES, 0)
-    for sample, result in zip(samples, results, strict=True):
-        right[sample.category] += result.text == sample.messages[-1]["content"]
+    for at, category in enumerate(CATEGORIES):
+        samples = held_out_samples(category, NUMBER)
+        # The deadline of a run is that of one category, not of all.
+        results = engine.run([request(rid, sample) for rid, sample in enumerate(samples, at * NUMBER)])
+        for sample, result in zip(samples, results, strict=True):
+            right[sample.category] += result.text == sample.messages[-1]["content"]
     assert {name: count for name, count in right.items() if count < WANTED.get(name, LEAST) * NUMBER} == {}

@@ -86,6 +86,14 @@ def test_every_metric_of_the_dashboard_exists() -> None:
     assert len(ids) == len(set(ids))
 
 
+def test_every_panel_of_the_dashboard_is_described_in_a_sentence_of_its_own() -> None:
+    panels = [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"]
+    descriptions = [panel.get("description", "") for panel in panels]
+
+    assert [panel["title"] for panel, text in zip(panels, descriptions, strict=True) if not text.endswith(".")] == []
+    assert len(set(descriptions)) == len(descriptions)
+
+
 @pytest.mark.parametrize(
     "words",
     [["check", "config", "prometheus.yml"], ["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]],

@@ -20,7 +20,16 @@ from starlette.types import ASGIApp
 
 from gateway.app import App, create_admin_app
 from gateway.config.remote_settings import PeerConfig, UpstreamConfig
-from gateway.config.settings import AudioConfig, Config, MediaConfig, ModelConfig, ServerConfig, url_of
+from gateway.config.settings import (
+    AudioConfig,
+    BatchesConfig,
+    Config,
+    MediaConfig,
+    MemoryConfig,
+    ModelConfig,
+    ServerConfig,
+    url_of,
+)
 from gateway.http.connection import GuardedProtocol
 from gateway.http.connection_limits import public_connections
 from gateway.http.handshake import HANDSHAKE_S, Handshake
@@ -93,6 +102,8 @@ async def running(
     verify: ssl.SSLContext | bool = True,
     media: MediaConfig | None = None,
     audio: AudioConfig | None = None,
+    batches: BatchesConfig | None = None,
+    memory: MemoryConfig | None = None,
     peers: Sequence[PeerConfig] = (),
     upstreams: Sequence[UpstreamConfig] = (),
 ) -> AsyncGenerator[Gateway, None]:
@@ -107,6 +118,8 @@ async def running(
         config_path=home / "mlxd.toml",
         media=media or MediaConfig(),
         audio=audio or AudioConfig(),
+        batches=batches or BatchesConfig(),
+        memory=memory or MemoryConfig(),
         peers={peer.name: peer for peer in peers},
         upstreams={upstream.name: upstream for upstream in upstreams},
     )
@@ -128,9 +141,9 @@ async def running(
     connections = public_connections(app.services.live, metrics, file_limit())
     tls = app.services.tls
     factory = (
-        partial(protocol, connections=connections)
+        partial(protocol, connections=connections, websockets=app.websockets)
         if tls is None
-        else partial(Handshake, connections=connections, tls=tls, handshake_s=handshake_s)
+        else partial(Handshake, connections=connections, tls=tls, handshake_s=handshake_s, websockets=app.websockets)
     )
     http = _Server(
         uvicorn.Config(

@@ -66,7 +66,7 @@ async def test_a_worker_leaves_its_times_and_the_next_one_runs_as_many_rows_as_a
         assert learned.load is not None
         assert learned.load.weights_bytes > 0
         assert learned.load.token_bytes > 0
-        assert learned.chunks
+        assert learned.passes
         calibration = Calibration(1.0, (), (), 3, 1 << 28)
         timing_profile.write(folder, msgspec.structs.replace(learned, calibration=calibration))
 

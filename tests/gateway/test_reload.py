@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -21,7 +22,7 @@ from gateway.telemetry.logs import OURS
 from gateway.telemetry.prometheus import Exposition
 from gateway.workers.supervisor.state import State
 from tests.gateway.harness import Gateway, chat, events, never_drained, running, until
-from tests.support.scale import patient, scaled
+from tests.support.scale import scaled
 
 pytestmark = pytest.mark.anyio
 NOTHING = ReloadResult([], [], [], [], [])
@@ -294,6 +295,7 @@ async def test_a_model_that_goes_and_comes_and_goes_at_once_is_gone(tmp_path: Pa
 # -- what a worker was started with ----------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "line",
     [
@@ -303,11 +305,15 @@ async def test_a_model_that_goes_and_comes_and_goes_at_once_is_gone(tmp_path: Pa
 )
 async def test_what_a_worker_was_started_with_restarts_it_and_its_streams_go_on(tmp_path: Path, line: str) -> None:
     async with reloadable(tmp_path) as r:
-        short = STREAM | {"max_tokens": round(patient(60))}
+        may_end = tmp_path / "may_end"
+        short = held_by(may_end) | {"max_tokens": 60}
+        may_end.touch()
         undisturbed = await r.answer("b", **short)
+        may_end.unlink()
         stream = asyncio.create_task(r.answer("b", **short))
         await until(lambda: r.gateway.link.in_flight == 1)
         done = await r.reload(BEFORE + line + "\n")
+        may_end.touch()
 
         assert done.restarted == ["b"]
         assert done.changed == [f"models.b.{line.split()[0]}"]
@@ -353,22 +359,31 @@ async def test_a_model_that_failed_is_tried_again_with_its_new_settings(tmp_path
         await until(lambda: r.gateway.pool.worker("b").state is State.STOPPED)
 
 
+@pytest.mark.soak
 async def test_reloads_amid_requests_lose_none(tmp_path: Path) -> None:
     texts: list[Callable[[int], str]] = [
         lambda n: BEFORE + f"context = {512 + n}\n",
         lambda n: BEFORE + f"[models.extra{n}]\n",
         lambda n: BEFORE + f"sampling = {{ top_k = {n} }}\n",
     ]
-    # So slow that the first of the streams still runs when the last one begins.
-    async with reloadable(tmp_path, BEFORE, "--step-ms", "15") as r:
-        short = STREAM | {"max_tokens": round(patient(80))}
+    async with reloadable(tmp_path) as r:
+        may_end = tmp_path / "may_end"
+        short = held_by(may_end) | {"max_tokens": 80}
+        may_end.touch()
         expected = words(await r.answer("b", **short))
+        may_end.unlink()
         streams = [asyncio.create_task(r.answer(name, **short)) for name in ("a", "b") * scaled(8, 4)]
         await until(lambda: r.gateway.link.in_flight == len(streams))
         for n in range(6):
             await r.reload(texts[n % 3](n))
+        may_end.touch()
         for stream in streams:
             assert words(await stream) == expected
+
+
+def held_by(may_end: Path) -> dict[str, Any]:
+    """Fields of a stream whose last token comes once there is this file."""
+    return STREAM | {"messages": [{"role": "user", "content": f"hold {may_end}"}]}
 
 
 def words(answer: httpx.Response) -> tuple[str, list[str]]:

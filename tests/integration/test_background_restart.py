@@ -17,7 +17,7 @@ from tests.support.scale import patience, patient, scaled
 ModelFolder = Callable[[str], Path]
 DEADLINE_S = 60
 # So long that it still runs when a slow machine comes to end its daemon.
-TOKENS = round(300 * min(patience(), 2))
+TOKENS = round(scaled(300, 150) * min(patience(), 2))
 BODIES: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.9, "seed": 5, "top_p": 0.95},
@@ -30,7 +30,7 @@ def home(model_folder: ModelFolder) -> Iterator[Path]:
         write_config(path, ("m",))
         config = path / "mlxd.toml"
         # One token a step: drafts would end a stream before its daemon can be.
-        model = f'path = "{model_folder("qwen3")}"\nspeculate = "off"'
+        model = f'path = "{model_folder("qwen3")}"\nspeculate = "off"\nbatching = "together"'
         config.write_text(config.read_text().replace('path = "demo"', model))
         yield path
 

@@ -131,34 +131,39 @@ async def test_a_model_that_nobody_asks_for_is_unloaded_after_its_time(home: Pat
         await r.complete("a")
 
 
+@pytest.mark.soak
 async def test_what_runs_is_finished_while_new_requests_wait_and_nobody_is_lost(home: Path) -> None:
     async with running(shared(home, "a b", 1.5)) as r:
         first = await r.ready("a")
-        count = round(patient(300))
-        long = r.generate(first, max_tokens=count)
+        may_end = home / "may_end"
+        long = r.generate(first, f"hold {may_end}", max_tokens=100)
         begun = await long.read_deltas()
         other = asyncio.create_task(r.complete("b", max_tokens=3))
         await until(lambda: not first.is_ready)
         assert first.state is State.READY, "it still runs"
         late = asyncio.create_task(r.complete("a", max_tokens=3))
-        assert text_of(begun + await read_all(long)) == tokens(count)
+        may_end.touch()
+        assert text_of(begun + await read_all(long)) == tokens(100)
         assert finish_of(await other) is Finish.LENGTH
         assert finish_of(await late) is Finish.LENGTH
         assert first.epoch == 3
         assert r.events.evictions == [("a", "memory"), ("b", "memory")]
 
 
+@pytest.mark.soak
 async def test_a_gate_opens_again_when_nobody_waits_any_more(home: Path) -> None:
     async with running(shared(home, "a b", 1.5)) as r:
         worker = await r.ready("a")
-        long = r.generate(worker, max_tokens=round(patient(200)))
+        may_end = home / "may_end"
+        long = r.generate(worker, f"hold {may_end}", max_tokens=100)
         waiting = asyncio.create_task(r.pool.ensure_ready("b"))
         await until(lambda: not worker.is_ready)
         late = asyncio.create_task(r.complete("a", max_tokens=3))
         waiting.cancel()
         assert finish_of(await late) is Finish.LENGTH
         assert worker.epoch == 1
-        await read_all(long)
+        may_end.touch()
+        assert text_of(await read_all(long)) == tokens(100)
 
 
 async def test_a_loan_is_called_back_before_a_model_is_unloaded(home: Path) -> None:
@@ -181,16 +186,17 @@ async def test_a_loan_is_called_back_before_a_model_is_unloaded(home: Path) -> N
 async def test_a_worker_that_grows_is_asked_for_less_and_at_last_started_anew_without_losing_a_stream(
     home: Path,
 ) -> None:
-    async with running(shared(home, "a", 10), "--step-ms 40") as r:
+    async with running(shared(home, "a", 10)) as r:
         worker = await r.ready("a")
-        count = round(patient(100))
+        may_end = home / "may_end"
         with r.pool.lease("a"):
-            streams = [r.generate(worker, max_tokens=count), r.generate(worker, "grow 140", max_tokens=3)]
-            async with asyncio.timeout(patient(60)):
-                deltas: list[Delta] = []
-                while not streams[0].is_done:
-                    deltas += await streams[0].read_deltas()
-        assert text_of(deltas) == tokens(count)
+            stream = r.generate(worker, f"hold {may_end}", max_tokens=100)
+            begun = await stream.read_deltas()
+            r.generate(worker, "grow 140", max_tokens=3)
+            await until(lambda: worker.epoch == 2 and worker.is_ready, 60)
+            may_end.touch()
+            deltas: list[Delta] = begun + await read_all(stream)
+        assert text_of(deltas) == tokens(100)
         assert finish_of(deltas) is Finish.LENGTH
         assert r.events.trims[0] == "a"
         assert r.events.recycles == ["a"]
@@ -239,6 +245,7 @@ async def test_continuous_traffic_on_two_models_does_not_starve_a_third(home: Pa
         await asyncio.wait(clients)
 
 
+@pytest.mark.soak
 async def test_a_crash_gives_its_memory_back(home: Path) -> None:
     async with running(shared(home, "a b", 1.5)) as r:
         worker = await r.ready("a")

@@ -83,15 +83,15 @@ def test_a_killed_gateway_leaves_its_models_loaded_and_the_next_one_adopts_them(
 
 def test_a_hand_over_finishes_what_runs_and_keeps_the_models_loaded(home: Path) -> None:
     with DaemonProcess(home) as first:
-        # So many that they still come when the hand-over has begun, and are done before it is over.
-        count = min(round(patient(400)), 2000)
-        stream = Stream(first.url, max_tokens=count)
+        may_end = home / "may_end"
+        stream = Stream(first.url, f"hold {may_end}", max_tokens=100)
         (pid,) = first.worker_pids()
         command = [sys.executable, "-c", "from gateway.ctl import main; main()", "handover"]
         control = subprocess.Popen(command, env=os.environ | {"MLXD_HOME": str(home)})
         wait_until(lambda: "handing over" in first.new_log())
         assert first.complete(model="b").status_code == 503
-        assert stream_text(stream.finish()) == tokens(count)
+        may_end.touch()
+        assert stream_text(stream.finish()) == tokens(100)
         assert first.wait() == 0
         assert control.wait(patient(DEADLINE_S)) == 0
         with DaemonProcess(home) as second:
@@ -250,6 +250,7 @@ def test_a_killed_worker_is_a_pause_for_its_streams_and_nothing_for_others(home:
         assert stream_text(neighbour.finish()) == tokens(200)
 
 
+@pytest.mark.soak
 def test_a_request_whose_workers_die_on_it_is_refused_and_the_server_goes_on(home: Path) -> None:
     with DaemonProcess(home) as daemon:
         answer = daemon.complete("kill", max_tokens=1000)
@@ -258,6 +259,7 @@ def test_a_request_whose_workers_die_on_it_is_refused_and_the_server_goes_on(hom
         assert daemon.complete().status_code == 200
 
 
+@pytest.mark.soak
 def test_two_cold_requests_share_one_load(home: Path) -> None:
     with DaemonProcess(home, "--load-s 0.3") as daemon:
         first, second = Stream(daemon.url, max_tokens=5), Stream(daemon.url, max_tokens=5)

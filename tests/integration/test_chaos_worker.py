@@ -19,7 +19,7 @@ from gateway.workers.supervisor.state import ModelUnavailable, State
 from protocol.failures import Code
 from protocol.from_worker import Delta, Finish, Usage
 from tests.support.pool import Running, config, finish_of, read_all, short_home, text_of, tokens, until
-from tests.support.scale import patient
+from tests.support.scale import patient, scaled
 
 pytestmark = pytest.mark.anyio
 
@@ -51,6 +51,7 @@ async def test_tokens_arrive_in_order_and_end_once(home: Path) -> None:
         assert running.link.in_flight == 0
 
 
+@pytest.mark.soak
 async def test_streams_of_a_killed_worker_go_on_at_its_successor_and_others_do_not_notice(home: Path) -> None:
     async with Running(config(home, ("a", "b"))) as running:
         doomed = await running.ready("a")
@@ -70,6 +71,7 @@ async def test_streams_of_a_killed_worker_go_on_at_its_successor_and_others_do_n
         assert running.link.in_flight == 0
 
 
+@pytest.mark.soak
 async def test_a_stream_outlives_one_worker_after_another(home: Path) -> None:
     async with Running(config(home)) as running:
         worker = await running.ready()
@@ -92,6 +94,7 @@ async def test_what_was_lost_before_it_was_accepted_is_sent_again(home: Path) ->
         assert [text_of(await read_all(stream)) for stream in streams] == [tokens(5)] * 3
 
 
+@pytest.mark.soak
 async def test_a_restart_on_request_loses_no_stream(home: Path) -> None:
     async with Running(config(home)) as running:
         worker = await running.ready()
@@ -134,7 +137,7 @@ async def test_a_request_that_kills_workers_is_refused_and_the_others_complete(h
         assert running.events.quarantines == 1
 
 
-@pytest.mark.parametrize("fault", ["deaf", "stuck"])
+@pytest.mark.parametrize("fault", [*scaled(["deaf"], []), "stuck"])
 async def test_a_hung_worker_is_ended_and_what_else_it_ran_goes_on(home: Path, fault: str) -> None:
     async with Running(config(home), limits=QUICK) as running:
         innocent = running.generate(await running.ready(), max_tokens=50)
@@ -242,11 +245,15 @@ async def test_messages_of_another_epoch_are_dropped_and_counted(home: Path) -> 
 
 
 async def test_a_worker_that_claims_another_epoch_is_never_ready(home: Path) -> None:
-    wrong = config(home, load_timeout_s=patient(2))
-    async with Running(wrong, "--epoch-offset 7", limits=QUICK) as running:
+    async with Running(config(home), "--epoch-offset 7", limits=QUICK) as running:
+        waiting = asyncio.create_task(running.pool.ensure_ready("m"))
+        # Its Hello and its Ready.
+        await until(lambda: running.events.stale >= 2)
+        assert running.pool.worker("m").state is State.STARTING
+        assert not waiting.done()
+        await running.pool.unload("m")
         with pytest.raises(ModelUnavailable):
-            await running.ready()
-        assert running.events.stale >= 2
+            await waiting
 
 
 async def test_a_second_worker_of_the_same_name_is_refused(home: Path) -> None:

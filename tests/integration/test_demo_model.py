@@ -1,6 +1,7 @@
 """The embedded model through everything: a daemon with no configuration, HTTP, a worker, and mlx-lm's own answers."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm import generate, load
 
+from gateway.web.page import FOLDER
 from tests.support.daemon import DaemonProcess
 from tests.support.pool import short_home
 from worker.model.loader import DEMO_DIR
@@ -275,3 +277,14 @@ def test_a_prediction_changes_the_usage_and_never_the_text(daemon: DaemonProcess
     assert "accepted_prediction_tokens" not in plain["usage"]["completion_tokens_details"]
     metrics = daemon.client.get("/metrics").text
     assert 'mlxd_spec_decode_num_drafts_total{model="demo",source="lookup"}' in metrics
+
+
+def test_the_demo_can_answer_what_the_page_proposes_to_ask_it(demo_daemon: DaemonProcess) -> None:
+    strings = (FOLDER / "strings.js").read_text()
+    proposed = re.search(r"demoExamples: (\[.*\]),", strings)
+    assert proposed is not None
+    expected = ("count, spell, write JSON and call tools", "42", "[models.NAME]")
+    for question, part in zip(json.loads(proposed[1]), expected, strict=True):
+        body = {"model": "demo", "messages": [{"role": "user", "content": question}]}
+        answer = demo_daemon.client.post("/v1/chat/completions", json=body).json()
+        assert part in answer["choices"][0]["message"]["content"], question

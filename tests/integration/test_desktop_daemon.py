@@ -34,11 +34,11 @@ def test_workers_leave_a_display_its_part_for_as_long_as_the_configuration_says(
         duty = f"mlxd_pace_duty {DUTY}"
         assert daemon.complete().status_code == 200
         until(lambda: duty in daemon.client.get("/metrics").text)
-        told = f"told SetPace(duty={DUTY}, tick_ms={TICK_MS}, chunk={CHUNK_TOKENS})"
+        told = f"told SetPace(duty={DUTY}, tick_ms={TICK_MS}, chunk={CHUNK_TOKENS}, may_keep_warm=True)"
         until(lambda: told in log_of(daemon))
 
         write_config(daemon.home, ["a"], server="desktop = false")
         daemon.process.send_signal(signal.SIGHUP)
         until(lambda: "mlxd_pace_duty 1.0" in daemon.client.get("/metrics").text)
-        until(lambda: "told SetPace(duty=1.0, tick_ms=0, chunk=0)" in log_of(daemon))
+        until(lambda: "told SetPace(duty=1.0, tick_ms=0, chunk=0, may_keep_warm=True)" in log_of(daemon))
         assert daemon.complete().status_code == 200

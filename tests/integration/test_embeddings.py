@@ -1,5 +1,6 @@
 """Embeddings, ranks and scores over HTTP from real workers, by OpenAI's SDK and by hand, and who is refused."""
 
+import asyncio
 import base64
 import json
 from collections.abc import AsyncGenerator
@@ -17,6 +18,7 @@ from tests.support.models import build
 from tests.support.pool import short_home
 from tests.support.published import check_answer
 from tests.support.reading_models import PAIRS, TEXTS, build_embedder, build_reranker
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 REFERENCE: Final[dict[str, Any]] = json.loads(
@@ -37,7 +39,7 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ga
     models = [
         ModelConfig(name="bert", path=str(build_embedder("bert", folder / "bert")), matryoshka=True),
         ModelConfig(name="rank", path=str(build_reranker("bert", folder / "rank"))),
-        ModelConfig(name="text", path=str(build("qwen3", folder / "text"))),
+        ModelConfig(name="text", path=str(build("qwen3", folder / "text")), batching="together"),
     ]
     with short_home() as home:
         async with running(home, models=models, command=default_command) as made:
@@ -76,6 +78,23 @@ async def test_numbers_come_as_a_list_or_as_little_endian_float32(gateway: Gatew
     text = await posted(gateway, "/v1/embeddings", model="bert", input="kato", encoding_format="base64")
     packed = np.frombuffer(base64.b64decode(text["data"][0]["embedding"]), "<f4")
     assert packed.tolist() == numbers
+
+
+async def test_a_batch_of_embeddings_has_the_same_vectors(gateway: Gateway) -> None:
+    path = "/v1/embeddings"
+    bodies = [{"model": "bert", "input": text} for text in TEXTS]
+    lines = [{"custom_id": str(at), "method": "POST", "url": path, "body": body} for at, body in enumerate(bodies)]
+    content = "\n".join(map(json.dumps, lines))
+    reply = await gateway.client.post("/v1/files", files={"file": ("a", content)}, data={"purpose": "batch"})
+    batch = {"input_file_id": reply.json()["id"], "endpoint": path, "completion_window": "24h"}
+    name = (await posted(gateway, "/v1/batches", **batch))["id"]
+    async with asyncio.timeout(patient(60)):
+        while (done := (await gateway.client.get(f"/v1/batches/{name}")).json())["status"] != "completed":  # noqa: ASYNC110 - it happens in tasks of the gateway
+            await asyncio.sleep(0.02)
+    results = (await gateway.client.get(f"/v1/files/{done['output_file_id']}/content")).text.splitlines()
+    vectors = {each["custom_id"]: each["response"]["body"]["data"] for each in map(json.loads, results)}
+    assert vectors == {str(at): (await posted(gateway, path, **body))["data"] for at, body in enumerate(bodies)}
+    assert done["usage"]["input_tokens"] == done["usage"]["total_tokens"] > len(TEXTS)
 
 
 async def test_token_ids_are_taken_as_they_are(gateway: Gateway) -> None:
@@ -170,7 +189,7 @@ async def test_texts_are_ranked_in_the_form_of_tei(gateway: Gateway) -> None:
     assert [each.keys() for each in answer] == [{"index", "score"}] * 2
     whole = await posted(gateway, "/rerank", **body, return_text=True)
     assert [each["text"] for each in whole] == [texts[1], texts[0]]
-    check_answer("POST", "/rerank", 200, whole)
+    check_answer("POST", "/v1/rerank", 200, whole)
 
     long = body | {"texts": ["kato " * 500]}
     assert (await refused(gateway, "/rerank", **long))[1] == "context_length_exceeded"

@@ -68,7 +68,9 @@ def test_a_request_is_shown_cancelled_and_found_again_until_captures_are_cleared
     assert ctl(home, "requests").stdout == "nothing is being served\n"
 
 
-@pytest.mark.parametrize("words", [["requests"], ["requests", "show", "x"], ["requests", "clear"], ["cancel", "x"]])
+@pytest.mark.parametrize(
+    "words", [["requests"], ["requests", "show", "x"], ["requests", "clear"], ["cancel", "x"], ["batches"]]
+)
 def test_without_a_daemon_the_exit_status_is_3(tmp_path: Path, words: list[str]) -> None:
     done = ctl(tmp_path, *words)
 

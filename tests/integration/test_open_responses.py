@@ -1,19 +1,24 @@
-"""The HTTP tests of the Open Responses compliance suite (openresponses/openresponses, src/lib/compliance-tests.ts).
+"""The tests of the Open Responses compliance suite (openresponses/openresponses, src/lib/compliance-tests.ts).
 
 The same requests and the same checks, against the embedded model; shapes by the types made from its OpenAPI document,
-each event of a stream included. Of the suite's other tests, those of WebSockets and of hosted searches do not concern
-mlxd, and `response-output-phase-schema` sends no request.
+each event of a stream included. The suite's tests of hosted searches do not concern mlxd, and
+`response-output-phase-schema` sends no request.
 """
 
+import base64
 import json
+from collections.abc import Iterator
 from typing import Any, Final, get_args
 
 import httpx
 import openresponses_types.types as published
 import pytest
 from pydantic import BaseModel
+from websockets.sync.client import ClientConnection, connect
 
 from tests.support.daemon import DaemonProcess
+from tests.support.pdfs import PdfSheet, pdf
+from tests.support.scale import patient
 
 GET_WEATHER: Final[dict[str, Any]] = {
     "type": "function",
@@ -27,6 +32,7 @@ GET_WEATHER: Final[dict[str, Any]] = {
 }
 # The suite sends a red heart and a page with a title; what they show does not matter here.
 IMAGE: Final = "data:image/png;base64,iVBORw0KGgo="
+CAPITAL: Final = "What is the capital of France?"
 PAGE: Final = "data:application/pdf;base64,JVBERi0xLjEKJSVFT0Y="
 
 
@@ -166,11 +172,21 @@ def test_compact_missing_model(demo_daemon: DaemonProcess) -> None:
     assert reply.status_code in (400, 422)
 
 
+def test_file_input(demo_daemon: DaemonProcess) -> None:
+    data = base64.b64encode(pdf(PdfSheet("Hello"))).decode()
+    file = {"type": "input_file", "filename": "page.pdf", "file_data": f"data:application/pdf;base64,{data}"}
+    answer(demo_daemon, input=[message("user", [{"type": "input_text", "text": "What is this?"}, file])])
+
+
 @pytest.mark.parametrize(
     ("part", "code", "reason"),
     [
         ({"type": "input_image", "image_url": IMAGE}, "unsupported_modality", "takes no images"),
-        ({"type": "input_file", "filename": "page.pdf", "file_data": PAGE}, "unsupported_parameter", "not supported"),
+        (
+            {"type": "input_file", "filename": "page.pdf", "file_data": PAGE},
+            "invalid_document",
+            "no PDF that can be read",
+        ),
     ],
     ids=["image-input", "file-input"],
 )
@@ -184,3 +200,89 @@ def test_what_a_text_model_cannot_see_is_refused_in_so_many_words(
     error = reply.json()["error"]
     assert reason in error["message"]
     assert (error["param"], error["code"]) == ("input[0].content[1]", code)
+
+
+# -- WebSockets ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def socket(demo_daemon: DaemonProcess) -> Iterator[ClientConnection]:
+    with _open(demo_daemon) as connection:
+        yield connection
+
+
+def _open(demo_daemon: DaemonProcess) -> ClientConnection:
+    url = demo_daemon.url.replace("http", "ws", 1) + "/v1/responses"
+    return connect(url, additional_headers={"Authorization": "Bearer any"}, max_size=None, open_timeout=patient(10))
+
+
+def turn(socket: ClientConnection, given: Any, **fields: Any) -> dict[str, Any]:
+    """The last event of a turn, whose events are as published."""
+    socket.send(json.dumps({"type": "response.create", "model": "demo", "input": given, "store": False, **fields}))
+    while True:
+        event = json.loads(socket.recv(timeout=patient(60)))
+        if event["type"] == "error":
+            assert isinstance(event["status"], int)
+            return event
+        EVENTS[event["type"]].model_validate(event)
+        if event["type"] in ("response.completed", "response.incomplete", "response.failed"):
+            published.ResponseResource.model_validate(event["response"])
+            return event
+
+
+def test_turns_follow_each_other_on_a_websocket(socket: ClientConnection) -> None:
+    first = turn(socket, "Reply with exactly: first")["response"]
+    second = turn(socket, "Reply with exactly: second")["response"]
+    third = turn(socket, "What did I say?", previous_response_id=second["id"], max_output_tokens=2)["response"]
+
+    assert first["status"] == second["status"] == "completed"
+    assert third["usage"]["input_tokens"] > second["usage"]["input_tokens"] + second["usage"]["output_tokens"]
+
+
+def test_a_websocket_answers_as_a_post_does(demo_daemon: DaemonProcess, socket: ClientConnection) -> None:
+    posted = answer(demo_daemon, input=CAPITAL)
+    streamed = turn(socket, CAPITAL)["response"]
+
+    assert streamed["output"][0]["content"] == posted["output"][0]["content"]
+    assert streamed["usage"]["output_tokens"] == posted["usage"]["output_tokens"]
+
+
+def test_what_is_not_stored_is_gone_with_its_websocket(demo_daemon: DaemonProcess, socket: ClientConnection) -> None:
+    with _open(demo_daemon) as before:
+        first = turn(before, "Remember the code word: copper. Reply with OK.")["response"]
+    missed = turn(socket, "Go on.", previous_response_id=first["id"])
+    recovered = turn(socket, "Start again.")
+
+    assert (missed["status"], missed["error"]["code"]) == (400, "previous_response_not_found")
+    assert recovered["response"]["status"] == "completed"
+
+
+def test_an_output_without_its_call_fails_and_evicts_what_it_continued(socket: ClientConnection) -> None:
+    first = turn(socket, "Remember the code word: ember. Reply with OK.")["response"]
+    orphan = {"type": "function_call_output", "call_id": "call_openresponses_missing", "output": "none"}
+    failed = turn(socket, [orphan], previous_response_id=first["id"])
+    gone = turn(socket, "Go on.", previous_response_id=first["id"])
+
+    assert (failed["status"], failed["error"]["param"]) == (400, "input[0].call_id")
+    assert gone["error"]["code"] == "previous_response_not_found"
+
+
+def test_a_compacted_conversation_begins_a_new_chain(demo_daemon: DaemonProcess, socket: ClientConnection) -> None:
+    said = [message("user", "Remember: slate."), message("assistant", "OK."), message("user", "Compress this.")]
+    compacted = post(demo_daemon, "/compact", input=said).json()["output"]
+
+    assert turn(socket, [*compacted, message("user", "Go on.")])["response"]["status"] == "completed"
+
+
+def test_a_prewarmed_prompt_is_in_the_cache(socket: ClientConnection) -> None:
+    long = "This line is unique to the test of prewarming on a WebSocket. " * 5
+    warm = turn(socket, [message("user", long)], generate=False)["response"]
+    after = turn(socket, "Hi.", previous_response_id=warm["id"], max_output_tokens=2)["response"]
+    fields = {"instructions": f"Other instructions. {long}"}
+    no_turn = turn(socket, [], generate=False, **fields)["response"]
+    later = turn(socket, "Hi.", previous_response_id=no_turn["id"], max_output_tokens=2, **fields)["response"]
+
+    assert warm["output"] == no_turn["output"] == []
+    # All but the end of the warmed prompt is read from the cache.
+    assert after["usage"]["input_tokens_details"]["cached_tokens"] > warm["usage"]["input_tokens"] // 2
+    assert later["usage"]["input_tokens_details"]["cached_tokens"] > no_turn["usage"]["input_tokens"] // 2

@@ -1,5 +1,6 @@
 """The official OpenAI client, unmodified, and the embedded model: what needs a model that understands."""
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 
 from tests.support.daemon import DaemonProcess
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -136,3 +138,27 @@ async def test_a_prompt_that_is_too_long_is_a_typed_error(client: openai.AsyncOp
         await client.chat.completions.create(**asking("one two three " * 60, model="small"))
 
     assert caught.value.code == "context_length_exceeded"
+
+
+async def test_a_running_answer_is_steered_over_a_websocket(client: openai.AsyncOpenAI) -> None:
+    async with client.responses.connect() as connection, asyncio.timeout(patient(60)):
+        await connection.response.create(model="demo", input="List the numbers from 1 to 80.", store=False)
+        events: list[Any] = [await connection.recv()]
+        while events[-1].type != "response.output_text.delta":
+            events.append(await connection.recv())
+        target = events[0].response.id
+        await connection.response.steer(previous_response_id=target, input="What is the capital of France?")
+        ended: list[Any] = []
+        while len(ended) < 2:
+            events.append(await connection.recv())
+            assert events[-1].type != "response.steer.failed", events[-1]
+            ended += [events[-1].response] if events[-1].type in ("response.completed", "response.incomplete") else []
+
+    assert "response.steer.accepted" in {event.type for event in events}
+    first, second = ended
+    assert first.id == second.previous_response_id == target
+    # The answer was cut off, unless its last token was on its way already.
+    assert first.status == "completed" or first.incomplete_details.reason == "steered"
+    # The new answer has read the first prompt, what was said, and the new input, from the cache as far as it could.
+    assert second.usage.input_tokens_details.cached_tokens > 0
+    assert second.output_text

@@ -93,7 +93,7 @@ async def test_a_named_tool_is_called_once_and_parallel_calls_can_be_refused(cli
 
 async def test_reasoning_before_a_call_is_counted_and_bounded(client: openai.AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(
-        model="thinker", messages=ASK, tools=TOOLS, tool_choice="required", max_tokens=400,
+        model="thinker", messages=ASK, tools=TOOLS, tool_choice="required", max_tokens=400, seed=5,
         extra_body={"thinking_budget": 20},
     )  # fmt: skip
 

@@ -92,9 +92,10 @@ def kinds(count: int, rng: random.Random) -> list[dict[str, Any]]:
 @pytest.mark.soak
 async def test_many_requests_with_aborts_and_kills_stay_within_small_budgets(model_folder: ModelFolder) -> None:
     path = model_folder("qwen3_5")  # it keeps KV and checkpoints
+    same = f'path = "{path}"\nbatching = "together"'
     tables = (
-        f'[models.m]\npath = "{path}"\ncache = {{ ram = {RAM}, disk = {DISK}, disk_min_tokens = 0 }}\n'
-        f'[models.plain]\npath = "{path}"\ncache = {{ ram = 0, disk = 0 }}\n'
+        f"[models.m]\n{same}\ncache = {{ ram = {RAM}, disk = {DISK}, disk_min_tokens = 0 }}\n"
+        f"[models.plain]\n{same}\ncache = {{ ram = 0, disk = 0 }}\n"
     )
     rng = random.Random(5)
     bodies = kinds(30, rng)
@@ -146,7 +147,8 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 def daemon(model_folder: ModelFolder) -> Iterator[DaemonProcess]:
-    with short_home() as home, started(home, f'[models.m]\npath = "{model_folder("qwen3")}"\n') as running:
+    table = f'[models.m]\npath = "{model_folder("qwen3")}"\nbatching = "together"\n'
+    with short_home() as home, started(home, table) as running:
         yield running
 
 

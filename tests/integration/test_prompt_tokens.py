@@ -264,6 +264,20 @@ async def test_ids_of_a_stream_whose_worker_was_killed_are_the_same(gateway: Gat
     assert ids_of(CHAT, chunks) == ([expected["prompt_token_ids"]], expected["choices"][0]["token_ids"])
 
 
+async def test_the_progress_of_a_prompt_reaches_its_length_and_begins_with_what_was_cached(gateway: Gateway) -> None:
+    prompt = [20 + at * 11 % 400 for at in range(200)]
+    fields = {"prompt": prompt, "max_tokens": 1, "stream": True, "return_progress": True, "cache_salt": "progress"}
+    for cached in (0, 199):
+        chunks = events((await posted(gateway, TEXT, **fields)).text)[:-1]
+        shown = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
+
+        assert [each["processed"] for each in shown] == sorted(each["processed"] for each in shown)
+        assert [each["time_ms"] for each in shown] == sorted(each["time_ms"] for each in shown)
+        assert {(each["total"], each["cache"]) for each in shown} <= {(200, cached)}
+        assert [each["processed"] for each in shown[-1:]] == ([200] if shown else [])
+        assert shown or cached
+
+
 @pytest.mark.soak
 async def test_a_prompt_whose_worker_is_killed_amid_its_scores_is_told_once(gateway: Gateway) -> None:
     prompt = [20 + at * 7 % 400 for at in range(1500)]
@@ -285,3 +299,16 @@ def killed(gateway: Gateway) -> None:
     pid = gateway.pool.worker("m").pid
     assert pid
     os.kill(pid, signal.SIGKILL)
+
+
+async def test_a_chat_is_rendered_as_the_template_writes_it(gateway: Gateway, reference: Reference) -> None:
+    asked = {"model": "m", "messages": MESSAGES, "temperature": 0.5}
+    whole = (await gateway.client.post("/apply-template", json=asked)).json()
+
+    expected: Any = reference.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
+    assert whole == {"prompt": expected}
+    counted = {"model": "m", "prompt": whole["prompt"], "add_special_tokens": False}
+    ids = (await gateway.client.post("/tokenize", json=counted)).json()["tokens"]
+    assert ids == reference.prompt(CHAT)
+    refused = await gateway.client.post("/apply-template", json={"model": "m", "messages": []})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")

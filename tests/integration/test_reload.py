@@ -20,7 +20,7 @@ from tests.integration.test_resume import DEADLINE_S, Answer, Clients, check_equ
 from tests.support.ctl import ctl
 from tests.support.daemon import ROOT, DaemonProcess, is_running, stream_text, write_config
 from tests.support.pool import short_home, tokens, until
-from tests.support.scale import patient, scaled
+from tests.support.scale import patience, patient, scaled
 
 pytestmark = pytest.mark.anyio
 DAEMON = [sys.executable, "-m", "tests.support.scripted_daemon"]
@@ -71,10 +71,8 @@ def home() -> Iterator[Path]:
 @pytest.fixture
 def daemon(home: Path, model_folder: Callable[[str], Path]) -> Iterator[Daemon]:
     """Two real models: `m`, which answers one token a step, so that it lasts, and `other`."""
-    tables = "".join(
-        f'[models.{name}]\npath = "{model_folder("qwen3")}"\nspeculate = "off"\nmax_running = 32\n'
-        for name in ("m", "other")
-    )
+    model = f'path = "{model_folder("qwen3")}"\nspeculate = "off"\nbatching = "together"\nmax_running = 32\n'
+    tables = "".join(f"[models.{name}]\n{model}" for name in ("m", "other"))
     (home / "mlxd.toml").write_text(f"[server]\nport = 0\n{tables}")
     with Daemon(home, module="gateway.main") as running:
         yield running
@@ -116,7 +114,7 @@ async def test_no_stream_of_another_model_notices_a_reload(daemon: Daemon) -> No
 
 
 async def test_streams_of_a_model_that_is_changed_pause_and_go_on(daemon: Daemon) -> None:
-    bodies = requests(scaled(16, 6), max_tokens=240)
+    bodies = requests(scaled(16, 6), max_tokens=round(300 * min(patience(), 3)))
     expected, total = await undisturbed(daemon.url, bodies)
     # Fewer at once and none that may wait: what runs was admitted before.
     daemon.rewrite("[models.m]\n", "[models.m]\nprefill_chunk = 64\nmax_waiting = 0\n")
@@ -129,7 +127,7 @@ async def test_streams_of_a_model_that_is_changed_pause_and_go_on(daemon: Daemon
 
     check_equal(await running, expected)
     assert done["restarted"] == ["m"]
-    assert daemon.models()["m"]["epoch"] == 2
+    await until(lambda: daemon.models()["m"]["epoch"] == 2)
     assert daemon.resumes("m") > 0
 
 

@@ -20,6 +20,7 @@ from gateway.config.settings import ModelConfig
 from gateway.workers.supervisor.spawn import default_command
 from protocol.spec import WorkerSpec
 from tests.gateway.harness import Gateway, running
+from tests.support.pdfs import PdfSheet, pdf
 from tests.support.pictures import BLUE, RED, encoded, halves, shape
 from tests.support.pool import short_home
 from tests.worker.vision.test_sounds import tone, wav
@@ -127,6 +128,32 @@ async def test_anthropics_client_asks_about_an_image_that_a_tool_has_read(claude
     said = await claude.messages.create(model=MODEL, max_tokens=16, messages=read, extra_body=GREEDY)
     assert said.content[0].type == "text"
     assert "square" in said.content[0].text
+
+
+@pytest.mark.parametrize("shape", ["circle", "square"])
+async def test_a_page_of_a_pdf_is_seen_by_every_client(
+    client: openai.AsyncOpenAI, claude: anthropic.AsyncAnthropic, shape: str
+) -> None:
+    data = base64.b64encode(pdf(PdfSheet("", shape))).decode()
+    url = f"data:application/pdf;base64,{data}"
+    file: Any = {"type": "file", "file": {"filename": "a.pdf", "file_data": url}}
+    asked: Any = {"role": "user", "content": [file, {"type": "text", "text": SHAPE}]}
+    chat = await client.chat.completions.create(model=MODEL, messages=[asked], temperature=0)
+    given: Any = [{"role": "user", "content": [
+        {"type": "input_file", "filename": "a.pdf", "file_data": url}, {"type": "input_text", "text": SHAPE},
+    ]}]  # fmt: skip
+    response = await client.responses.create(model=MODEL, temperature=0, input=given)
+    source = {"type": "base64", "media_type": "application/pdf", "data": data}
+    document: Any = {"type": "document", "title": "a.pdf", "source": source}
+    blocks: Any = [{"role": "user", "content": [document, {"type": "text", "text": SHAPE}]}]
+    said = await claude.messages.create(model=MODEL, max_tokens=16, messages=blocks, extra_body=GREEDY)
+    counted = await claude.messages.count_tokens(model=MODEL, messages=blocks)
+
+    assert said.content[0].type == "text"
+    answers = [chat.choices[0].message.content or "", response.output_text, said.content[0].text]
+    assert all(shape in answer for answer in answers), answers
+    assert chat.usage is not None
+    assert chat.usage.prompt_tokens == counted.input_tokens
 
 
 async def test_a_clip_of_audio_is_refused_by_a_model_that_hears_none(gateway: Gateway) -> None:

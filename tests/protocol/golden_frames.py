@@ -15,10 +15,12 @@ from protocol.from_worker import (
     Delta,
     DeltaKind,
     Drained,
+    Explained,
     Finish,
     Goodbye,
     Hello,
     Loading,
+    MissCause,
     Pong,
     Progress,
     PromptLogprob,
@@ -39,6 +41,7 @@ from protocol.prompts import (
     EmbedPrompt,
     Infill,
     Media,
+    NextTurnPrompt,
     ScorePrompt,
     SpeechPrompt,
     TextPrompt,
@@ -52,7 +55,9 @@ from protocol.to_worker import (
     Down,
     Drain,
     Dump,
+    Explain,
     Generate,
+    LabelledQuestion,
     Ping,
     Sampling,
     SetAdapters,
@@ -66,7 +71,7 @@ from protocol.to_worker import (
 
 FOLDER = Path(__file__).parent / "golden"
 _FAILURE = Failure(Code.ROW_FAILED, "failed", "détail", "top_k")
-_USAGE = Usage(12, 4, 7, 3, 1.5, 2.25, 3.125, 6, 5, 4, 9, 8, kept=11)
+_USAGE = Usage(12, 4, 7, 3, 1.5, 2.25, 3.125, 6, 5, 4, 9, 8, 11, 2, 30, 20, 1, 2, 4.5, 5.5)
 _MEDIA = (
     Media("image", b"\x00\xff" * 16, b"\x89PNG", {"max_pixels": 262_144}, "messages[0].content[1]"),
     Media("video", bytes(32), b"\x00\x00\x00\x01\xff", {"frames": 1, "fps": 2.5}),
@@ -128,10 +133,11 @@ def down() -> list[Down]:
             prompt_logprobs=3,
             prompt_scored=128,
             left_out=(2, 900),
+            questions=(LabelledQuestion("é?", ("Yes", "No")),),
         ),
         Generate(3, TokensPrompt((0, 1, 151_935)), Sampling(), 0, top_logprobs=0),
         Abort((1, 1 << 62), "client"),
-        Tokenize(4, TextPrompt("né"), True),
+        Tokenize(4, TextPrompt("né"), True, True),
         Detokenize(5, (1, 2)),
         Ping(7, 123_456_789_012),
         Drain(2.5),
@@ -144,7 +150,9 @@ def down() -> list[Down]:
         Generate(8, TranscribePrompt(b"RIFF", "en", "né", True, True, 7200.0), Sampling()),
         Generate(9, SpeechPrompt("né", "alba", 1.5, "mp3", "gently", 900.0), Sampling()),
         Generate(7, ScorePrompt(("né",), ("a", "b"), "judge", 512, 64, ("text_1", "text_2")), Sampling()),
-        SetPace(0.75, 60, 256),
+        SetPace(0.75, 60, 256, False),
+        Generate(11, NextTurnPrompt(10, 1 << 62), Sampling(), max_tokens=0),
+        Explain(10, 1 << 62, 7, True, True),
     ]
 
 
@@ -184,11 +192,15 @@ def up() -> list[Up]:
         Rejected(2, _FAILURE),
         Step(3, 99, deltas, _STATS),
         Step(3, 100, []),
-        Progress(1, 512, 1024),
+        Progress(1, 512, 1024, elapsed_ms=1500),
         Pong(7, 123_456_789_012, _STATS),
         Drained(3, 2),
         Goodbye(3, "load failed", _FAILURE),
         AdaptersSet(3, 8, _ADAPTERS, 2**33),
+        Explained(
+            *(5, 900, 400, 100, 800, 7, 12.5),
+            causes=(MissCause("evicted", 400, 400, 2, "user", "né", "nö", 8, 3.25),),
+        ),
     ]
 
 

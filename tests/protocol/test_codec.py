@@ -93,7 +93,7 @@ up = (
     | st.builds(Accepted, whole, count)
     | st.builds(Rejected, whole, failures)
     | st.builds(Step, whole, count, st.lists(deltas, max_size=3), st.none() | stats)
-    | st.builds(Progress, whole, count, count)
+    | st.builds(Progress, whole, count, count, count, count)
     | st.builds(Pong, whole, whole, stats)
     | st.builds(Drained, whole, count)
     | st.builds(Goodbye, whole, texts, st.none() | failures)

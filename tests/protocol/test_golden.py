@@ -88,11 +88,12 @@ def test_tags_are_never_shared_nor_changed() -> None:
     }
     assert tags == {
         "ChatPrompt": 1, "TextPrompt": 2, "TokensPrompt": 3, "EmbedPrompt": 4, "ScorePrompt": 5,
-        "TranscribePrompt": 6, "SpeechPrompt": 7,
+        "TranscribePrompt": 6, "SpeechPrompt": 7, "NextTurnPrompt": 8,
         "Welcome": 1, "Generate": 2, "Abort": 3, "Ping": 6, "Drain": 7, "Shutdown": 13, "Dump": 14, "SetMemory": 12,
         "SetLogLevel": 16, "SetPace": 17, "Tokenize": 5, "Detokenize": 15, "Tokenized": 44,
         "Hello": 32, "Loading": 33, "Ready": 34, "Accepted": 35, "Rejected": 36, "Step": 37, "Progress": 38,
         "Pong": 40, "Drained": 41, "Goodbye": 42, "SetAdapters": 18, "AdaptersSet": 45,
+        "Explain": 19, "Explained": 46,
     }  # fmt: skip
 
 

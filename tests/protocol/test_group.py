@@ -6,7 +6,9 @@ from protocol import group as g
 from protocol.codec import MalformedFrame
 from protocol.failures import Code, ExitStatus, Failure
 
-INSERT = g.InsertRow(1 << 62, [1, 2], [3], 9, 1, True, (7,), [1], "salt", 0)
+INSERT = g.InsertRow(
+    1 << 62, [1, 2], [3], 9, 1, True, (7,), [1], "salt", 0, [g.RowQuestion([4, 5], [[6], [7, 8]])], [128]
+)
 OPS: list[g.Op] = [
     g.BeginGroup("together", 1 << 40, True),
     INSERT,

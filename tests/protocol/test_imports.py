@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,16 @@ FORBIDDEN = {
 }
 
 
-def files(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+@cache
+def files(package: str) -> dict[Path, ast.Module]:
+    """The modules of a package and what they say."""
+    return {path: ast.parse(path.read_bytes(), str(path)) for path in sorted((ROOT / package).rglob("*.py"))}
 
 
-def imports(file: Path) -> set[str]:
+def imports(file: Path, tree: ast.Module) -> set[str]:
     """Top-level names of everything a file imports, anywhere in it, also by name through importlib."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text(), str(file))):
+    for node in ast.walk(tree):
         match node:
             case ast.Import():
                 found |= {alias.name.partition(".")[0] for alias in node.names}
@@ -41,7 +44,10 @@ def imports(file: Path) -> set[str]:
 @pytest.mark.parametrize("package", FORBIDDEN)
 def test_no_file_imports_what_its_package_must_not(package: str) -> None:
     assert files(package), "the package has files"
-    broken = {str(file.relative_to(ROOT)): sorted(imports(file) & FORBIDDEN[package]) for file in files(package)}
+    broken = {
+        str(file.relative_to(ROOT)): sorted(imports(file, tree) & FORBIDDEN[package])
+        for file, tree in files(package).items()
+    }
     assert {file: names for file, names in broken.items() if names} == {}
 
 
@@ -78,8 +84,8 @@ def test_only_the_sockets_module_sets_socket_options_of_the_protocol() -> None:
     setters = {
         str(file.relative_to(ROOT))
         for package in FORBIDDEN
-        for file in files(package)
-        for node in ast.walk(ast.parse(file.read_text()))
+        for file, tree in files(package).items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in {"setsockopt", "set_hwm"}
     }
     # gateway/http/listen.py opens the TCP sockets, which are no part of the protocol.

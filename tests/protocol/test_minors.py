@@ -6,7 +6,17 @@ import msgspec
 import pytest
 
 from protocol.minors import MINOR, SINCE, unknown_field, unknown_part
-from protocol.prompts import ChatPrompt, EmbedPrompt, Infill, Media, Prompt, ScorePrompt, TextPrompt, TokensPrompt
+from protocol.prompts import (
+    ChatPrompt,
+    EmbedPrompt,
+    Infill,
+    Media,
+    NextTurnPrompt,
+    Prompt,
+    ScorePrompt,
+    TextPrompt,
+    TokensPrompt,
+)
 from protocol.to_worker import Generate, Sampling
 from tests.protocol import golden_frames
 
@@ -64,6 +74,7 @@ def test_every_ignorable_field_is_one_of_a_request() -> None:
         (Generate(1, TextPrompt("a"), Sampling(), top_logprobs=0, echo=True), "logprobs of the prompt"),
         (Generate(1, TextPrompt("a"), Sampling(), prompt_logprobs=0), "prompt_logprobs"),
         (Generate(1, TextPrompt("a"), Sampling(), prompt_ids=True), "prompt_ids"),
+        (Generate(1, NextTurnPrompt(2), Sampling()), "prompts of next turns"),
         (Generate(1, TextPrompt("a"), Sampling(), top_logprobs=1), None),
         (Generate(1, TokensPrompt((1,)), Sampling(0.5, top_k=3, ignore_eos=True), **OLD), None),
     ],

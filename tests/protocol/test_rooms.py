@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -21,6 +22,17 @@ def test_a_room_imports_only_the_rooms_below_it() -> None:
     linter = Path(sys.executable).with_name("lint-imports")
     ran = subprocess.run([linter, "--no-cache"], capture_output=True, text=True, cwd=ROOT, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_every_module_of_the_gateway_and_of_the_worker_has_a_layer() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [layer for contract in contracts if contract["type"] == "layers" for layer in contract["layers"]]
+    rooms = {room.strip() for layer in layers for room in layer.split("|")}
+    files = [file for package in ("gateway", "worker") for file in (ROOT / package).rglob("*.py")]
+    paths = [file.relative_to(ROOT).with_suffix("").parts for file in files if file.name != "__init__.py"]
+    above = {path: {".".join(path[:count]) for count in range(1, len(path) + 1)} for path in paths}
+
+    assert [".".join(path) for path in paths if not above[path] & rooms] == [], "write a layer in pyproject.toml"
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -4,6 +4,7 @@ import sys
 import time
 import traceback
 
+from tests.simulation.collector import rare_collections
 from tests.simulation.story import Result, play
 
 
@@ -11,6 +12,8 @@ def main(first: int, count: int) -> int:
     began, failed = time.process_time(), 0
     for seed in range(first, first + count):
         result = play(seed)
+        if count == 1:
+            print("\n".join(result.trace))
         if result.failure is not None:
             failed += 1
             report(result, is_alone=count == 1)
@@ -24,7 +27,6 @@ def main(first: int, count: int) -> int:
 def report(result: Result, *, is_alone: bool) -> None:
     assert result.failure is not None
     if is_alone:
-        print("\n".join(result.trace[-200:]))
         traceback.print_exception(result.failure)
     what = f"{type(result.failure).__name__}: {result.failure}".splitlines()[0][:300]
     print(f"seed {result.seed} failed at {result.virtual_s:.3f} s: {what}")
@@ -32,4 +34,5 @@ def report(result: Result, *, is_alone: bool) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    with rare_collections():
+        sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

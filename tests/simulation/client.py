@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from starlette.types import ASGIApp, Message
+from starlette.types import Message
 
+from tests.simulation.http_call import scope_of
+from tests.simulation.simulated_gateway import SimulatedGateway
 from tests.simulation.simulated_worker import answer_ids, text_of
 from tests.simulation.virtual_loop import VirtualLoop
 from tests.simulation.world import Violated, World
@@ -72,16 +74,18 @@ class Outcome:
 class Client:
     """One request on its way. Its outcome is checked when the app has returned."""
 
-    def __init__(self, world: World, plan: Plan) -> None:
+    def __init__(self, world: World, plan: Plan, *, is_allowed: bool = True) -> None:
+        """`is_allowed` says whether the plan's key may use its model."""
         self.world = world
         self.plan = plan
+        self.is_allowed = is_allowed
         self.outcome = Outcome()
         self._loop: VirtualLoop = world.loop
         self._pieces = 0
         self._left = world.loop.create_future()
         self._has_body = False
 
-    async def run(self, app: ASGIApp, secret: str) -> None:
+    def request_body(self) -> bytes:
         plan = self.plan
         body: dict[str, Any] = {
             "model": plan.model,
@@ -92,34 +96,24 @@ class Client:
             body["max_tokens"] = plan.max_tokens
         if plan.is_streamed:
             body["stream_options"] = {"include_usage": True}
-        self._body = json.dumps(body).encode()
-        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-        headers += [
-            (b"content-length", str(len(self._body)).encode()),
-            (b"authorization", b"Bearer " + secret.encode()),
-        ]
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": PATH,
-            "raw_path": PATH.encode(),
-            "query_string": b"",
-            "root_path": "",
-            "headers": headers,
-            "client": ("127.0.0.1", 40000 + plan.number),
-            "server": ("127.0.0.1", 8484),
-        }
+        return json.dumps(body).encode()
+
+    async def run(self, gateway: SimulatedGateway, secret: str) -> None:
+        plan, self._gateway = self.plan, gateway
+        self._body = self.request_body()
+        scope = scope_of("POST", PATH, "", secret, self._body, 40000 + plan.number)
         try:
-            await app(scope, self._receive, self._send)
+            await gateway.app(scope, self._receive, self._send)
         except asyncio.CancelledError:
             self.outcome.is_cut = True
             raise
         finally:
-            self._read()
-            self.check()
+            self.conclude()
+
+    def conclude(self) -> None:
+        """Read and check what the client got."""
+        self._read()
+        self.check()
 
     async def _receive(self) -> Message:
         if not self._has_body:
@@ -130,6 +124,9 @@ class Client:
 
     async def _send(self, message: Message) -> None:
         outcome, plan = self.outcome, self.plan
+        if self._gateway.is_dead:
+            outcome.is_cut = True
+            return
         if outcome.is_complete:
             raise Violated(f"{plan}: {message['type']} after the end of the answer")
         if message["type"] == "http.response.start":
@@ -197,6 +194,8 @@ class Client:
         """Check that the client has the model's answer, an error, or a part of the answer if it left."""
         plan, outcome, answer = self.plan, self.outcome, text_of(self.plan.answer)
         self.world.note(f"request {plan.number}: {outcome.status} {outcome.finish} {outcome.error} {len(outcome.text)}")
+        if not self.is_allowed and (outcome.status == 200 or outcome.text):
+            raise Violated(f"{plan}: its key may not use its model, and gets {outcome.status} {outcome.text!r}")
         if not answer.startswith(outcome.text):
             raise Violated(f"{plan}: the text {outcome.text!r} is not the model's answer {answer!r}")
         # A worker that cannot be started fails its requests with this code too.

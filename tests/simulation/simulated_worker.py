@@ -25,7 +25,7 @@ from protocol.from_worker import (
     Usage,
 )
 from protocol.minors import MAJOR, MINOR
-from protocol.prompts import ChatPrompt
+from protocol.prompts import ChatPrompt, NextTurnPrompt
 from protocol.stats import Stats
 from protocol.to_worker import (
     Abort,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = 7
 LENGTH_MAX = 60
-STEP_S = 0.02
+STEP_S = 0.03
 ORPHAN_CHECK_S = 10.0
 ORPHAN_CHECKS = 3
 _WEIGHTS = 1 << 30
@@ -86,11 +86,17 @@ class SimulatedWorker:
         self.spec = process.spec
         self.epoch = process.spec.epoch
         self.share = process.spec.memory_bytes
+        # Memory that it holds, and what it takes beyond its share.
+        self.own_bytes = _WEIGHTS // 2
         self.rows: dict[int, Row] = {}
+        # Sequences that it has ended with an answer.
+        self.answered: set[int] = set()
         self.boot = 0
         self.is_ready = self.is_stuck = self.is_lying = False
-        self.is_stepping = False
+        self.is_stepping = self.is_ending = False
         self.generated = 0
+        # Number of rows after the newest step, which is what a worker reports while a step runs or hangs.
+        self.running = 0
         self.seq = 0
         self.drain_at: float | None = None
         self.stuck_since = 0.0
@@ -99,9 +105,12 @@ class SimulatedWorker:
 
     @property
     def footprint(self) -> int:
-        if not self.is_ready:
-            return _WEIGHTS // 2
-        return min(self.share or 4 * _WEIGHTS, _WEIGHTS * 3) + self.overrun
+        return self.own_bytes + self.overrun
+
+    def _resize(self) -> None:
+        if self.is_ready:
+            before, self.own_bytes = self.own_bytes, min(self.share or 4 * _WEIGHTS, _WEIGHTS * 3)
+            self.world.own_bytes += self.own_bytes - before
 
     # -- load ----------------------------------------------------------------------------------------------------------
 
@@ -116,11 +125,16 @@ class SimulatedWorker:
                 self.send(Goodbye(self.epoch, "load", Failure(code, "cannot be loaded")))
             status = {None: -int(signal.SIGSEGV), Code.MODEL_CORRUPT: int(ExitStatus.MODEL_UNUSABLE)}
             self.process.later(0.01, lambda: self.process.exit(status.get(code, int(ExitStatus.OUT_OF_MEMORY))))
-        elif not world.chance("load hangs", rates.load_hangs):
+        elif world.chance("load hangs", rates.load_hangs):
+            # Half of them claim to be ready, but in another epoch.
+            if world.random.random() < 0.5:
+                self.send(Ready(self.past_epoch(), self.spec.path, 1 << 20, 16, 4096, _WEIGHTS, 1.0))
+        else:
             self.process.later(world.random.random() * 3 + 0.05, self._load)
 
     def _load(self) -> None:
         self.is_ready = True
+        self._resize()
         self.is_lying = self.world.chance("lies", self.world.rates.lies)
         if self.is_lying:
             self.overrun = _WEIGHTS * 2
@@ -145,15 +159,19 @@ class SimulatedWorker:
     def handle(self, message: Down) -> None:
         match message:
             case Welcome(boot=boot):
-                if self.boot and boot != self.boot:
+                if self.world.chance("loses welcome", self.world.rates.loses_welcome):
+                    self.process.impaired_at = self.world.loop.time()
+                elif boot != self.boot:
+                    self.boot = boot
                     self.send(self.hello())
                     if self.is_ready:
                         self.send(self.ready())
-                self.boot = boot
             case Generate():
                 self.generate(message)
             case Abort(rids):
-                self.end_rows([rid for rid in rids if rid in self.rows])
+                # An engine that hangs ends no sequence.
+                if not self.is_stuck:
+                    self.end_rows([rid for rid in rids if rid in self.rows])
             case Tokenize(rid):
                 self.send(Tokenized(rid, PROMPT_TOKENS, tuple(range(PROMPT_TOKENS))))
             case Detokenize(rid, ids):
@@ -169,6 +187,7 @@ class SimulatedWorker:
                 self.check_drain()
             case SetMemory(share_bytes=share):
                 self.share = share
+                self._resize()
             case Shutdown():
                 self.shut_down()
             case _:
@@ -177,7 +196,12 @@ class SimulatedWorker:
     def generate(self, request: Generate) -> None:
         if self.is_stuck:
             return
+        if not self.is_ready:
+            raise Corrupt(f"sequence {request.rid} was sent to {self.spec.name}#{self.epoch}, which is not loaded")
         prompt = request.prompt
+        if isinstance(prompt, NextTurnPrompt):
+            self.prefill(request.rid, prompt)
+            return
         assert isinstance(prompt, ChatPrompt)
         text = str(prompt.messages[-1]["content"])
         ids = answer_ids(self.spec.name, text)
@@ -189,9 +213,18 @@ class SimulatedWorker:
         if "refused" in text:
             self.send(Rejected(request.rid, Failure(Code.INVALID_REQUEST, "refused")))
             return
-        self.send(Accepted(request.rid, PROMPT_TOKENS))
         limit = min(len(ids), request.max_tokens or len(ids))
-        self.rows[request.rid] = Row(ids, limit, len(resume), len(resume))
+        self.begin_row(request.rid, Row(ids, limit, len(resume), len(resume)))
+
+    def prefill(self, rid: int, turn: NextTurnPrompt) -> None:
+        """Begin the prefill of a next turn, which generates nothing."""
+        if turn.rid not in self.answered:
+            raise Corrupt(f"{self.spec.name}#{self.epoch} gets the next turn of {turn.rid}, which it has not answered")
+        self.begin_row(rid, Row([], 0, 0, 0))
+
+    def begin_row(self, rid: int, row: Row) -> None:
+        self.send(Accepted(rid, PROMPT_TOKENS))
+        self.rows[rid] = row
         if not self.is_stepping:
             self.is_stepping = True
             self.process.later(STEP_S * (1 + self.world.random.random()), self.step)
@@ -204,7 +237,7 @@ class SimulatedWorker:
             return
         deltas: list[Delta] = []
         for rid, row in list(self.rows.items()):
-            count = self.world.random.choice((1, 1, 1, 2, 5))
+            count = self.world.random.choice((1, 1, 2, 4, 8))
             ids = row.ids[row.done : min(row.done + count, row.limit)]
             row.done += len(ids)
             self.generated += len(ids)
@@ -213,6 +246,8 @@ class SimulatedWorker:
             deltas.append(Delta(rid, text=text_of(ids), token_ids=tuple(ids), finish=finish, usage=usage))
             if finish is not None:
                 del self.rows[rid]
+                self.answered.add(rid)
+        self.running = len(self.rows)
         self.send_step(deltas)
         if self.world.chance("twice", self.world.rates.twice):
             # Only ended sequences: a repeated delta of a running one would be a different answer.
@@ -228,7 +263,8 @@ class SimulatedWorker:
         if world.chance("dies", rates.dies):
             self.process.exit(world.random.choice((-9, -11, -6, 1, 70)))
             return True
-        if world.chance("hangs", rates.hangs):
+        # The first step of an idle loop is rare, and hangs more often here.
+        if world.chance("hangs", rates.hangs if self.running else 5 * rates.hangs):
             self.is_stuck = True
             # Half of them answer pings, with the age of the newest step; the others are silent.
             self.stuck_since = world.loop.time() if world.random.random() < 0.5 else -1.0
@@ -239,16 +275,23 @@ class SimulatedWorker:
             world.loop.call_later(delay_s, self.process.signal, signal.SIGCONT)
         if world.chance("nonsense", rates.nonsense):
             junk = [Delta(rid, text="ghost ") for rid in self.rows]
-            self.send(Step(self.epoch - 1, 1, junk))
+            epoch = self.past_epoch()
+            self.send(Step(epoch, 1, junk))
             self.send(Step(self.epoch, 1, [Delta(rid ^ (1 << 40), text="ghost ") for rid in self.rows]))
-            self.send(Ready(self.epoch - 1, "ghost", 1, 1, 1, 1, 0.0))
+            self.send(Ready(epoch, "ghost", 1, 1, 1, 1, 0.0))
             self.process.send(world.random.choice((b"", b"\xc1", b"\x93\x25", b"\x92\xcc\xff\x01")))
         return False
+
+    def past_epoch(self) -> int:
+        """Return the newest epoch before this one that no running worker has."""
+        epochs = {process.spec.epoch for process in self.world.alive()}
+        return next(epoch for epoch in range(self.epoch, -1, -1) if epoch not in epochs)
 
     def end_rows(self, rids: list[int]) -> None:
         ends = [Delta(rid, finish=Finish.ABORT, usage=Usage(PROMPT_TOKENS, 0, self.rows[rid].done)) for rid in rids]
         for rid in rids:
             del self.rows[rid]
+        self.running = min(self.running, len(self.rows))
         if ends:
             self.send_step(ends)
 
@@ -269,6 +312,7 @@ class SimulatedWorker:
     def shut_down(self) -> None:
         if self.is_stuck or self.world.chance("ignores shutdown", self.world.rates.ignores_shutdown):
             return
+        self.is_ending = True
         self.end_rows(list(self.rows))
         self.send(Goodbye(self.epoch, "asked"))
         self.process.later(self.world.random.random() * 0.2, lambda: self.process.exit(0))
@@ -285,7 +329,7 @@ class SimulatedWorker:
     def stats(self) -> Stats:
         age_s = self.world.loop.time() - self.stuck_since if self.is_stuck else 0.0
         return Stats(
-            len(self.rows),
+            self.running,
             0,
             self.seq,
             int(age_s * 1000),

@@ -2,51 +2,117 @@
 
 import asyncio
 import contextlib
+import json
 import logging
+import math
+import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import msgspec
 
+from gateway.access.audit_log import AuditEntry
 from gateway.access.key import Key
-from gateway.access.key_file import KeyFile, KeyRefused
-from gateway.app import App
-from gateway.config.settings import Config, MemoryConfig, ModelConfig, ServerConfig
+from gateway.access.key_file import KeyFile, KeyRefused, KeysUnusable
+from gateway.api.responses.journal_records import NotUnderstood, parsed
+from gateway.config.settings import Config, FallbackConfig, MemoryConfig, ModelConfig, ServerConfig
 from gateway.errors import Unavailable
-from gateway.link.link import WorkerLink
 from gateway.reload import Reloader
-from gateway.telemetry.metrics import Metrics
-from gateway.workers.pool.pool import Pool
-from gateway.workers.supervisor.registry import Registry
+from gateway.state_dir.home_paths import audit_path
+from gateway.state_dir.private_file import write_private
 from gateway.workers.supervisor.state import ModelUnavailable
+from protocol.prompts import ChatPrompt
+from tests.simulation.background_client import BackgroundClient, Trouble, draw_background_plan, number_of
 from tests.simulation.client import Client, Plan, draw_plan
-from tests.simulation.virtual_loop import NumberedTask, Stalled, VirtualLoop
-from tests.simulation.world import GIB, ProcessTable, Rates, SimulatedWire, Violated, World
+from tests.simulation.http_call import HttpCall
+from tests.simulation.pipelining_client import PipeliningClient, draw_connection
+from tests.simulation.simulated_database import DatabaseFaults
+from tests.simulation.simulated_disk import QUICK_S, DiskOfProcess, SimulatedDisk
+from tests.simulation.simulated_gateway import SimulatedGateway
+from tests.simulation.simulated_peers import MODEL as PEER_MODEL
+from tests.simulation.simulated_peers import SimulatedPeers, peer_configs
+from tests.simulation.simulated_upstreams import MODEL as UPSTREAM_MODEL
+from tests.simulation.simulated_upstreams import NAME as UPSTREAM
+from tests.simulation.simulated_upstreams import SimulatedUpstreams, upstream_config
+from tests.simulation.virtual_loop import NumberedTask, VirtualLoop
+from tests.simulation.world import GIB, Rates, Violated, World
 
 MODELS = ("a", "b", "c")
 KEYS = ("alice", "bob")
-SPAN_S = 40.0
+EVENTS = (
+    *("unload", "restart", "load", "reload", "die", "hand over", "terminate"),
+    *("key", "disk full", "disk slow", "power", "die writing", "jump", "pressure", "stop"),
+)
+# Time in which a story's requests and events begin. In a short one they meet; a long one has pauses between them.
+SPANS_S = (10.0, 40.0)
 # Everything has ended this long after the last request, whatever has happened. Six jumps of the clock count too.
 LIVENESS_S = 900.0 + 6 * 400.0
 LOAD_TIMEOUT_S = 20.0
+# What is promised stays promised for some turns, and is checked once in so many.
+GRANT_CHECK_TURNS = 16
+# A seed takes less than a tenth of a second. One that takes this long waits for something that is not simulated.
+WALL_S = 20.0
+
+
+# What the gateway logs when it ends a worker that is at fault; the first argument is the worker.
+REPLACED = frozenset(
+    {"worker %s is stuck: %s", "worker %s does not answer its new gateway and is replaced"},
+)
+
+
+# What the gateway logs about a file that it cannot read.
+UNREADABLE = frozenset(
+    {
+        "API keys not reloaded, the previous ones stay in force: %s",
+        "%s: %s; usage is counted from now on",
+        "%s: %s; its usage is not counted",
+        "response store is damaged (%s): it is set aside as %s, and a new one is created",
+        "removed a state file that cannot be read, %s: %s",
+        "journal %s: its response does not go on: %s",
+    }
+)
+# Journals and state files are not synced, so they may be cut off after a power cut. If a gateway is killed while it
+# creates a journal, no client knows the response's id.
+UNREADABLE_AFTER_KILL = frozenset({"journal %s: its response does not go on: %s"})
+UNREADABLE_AFTER_POWER_CUT = UNREADABLE_AFTER_KILL | {"removed a state file that cannot be read, %s: %s"}
+
+
+class Hung(KeyboardInterrupt):
+    """A seed takes longer than its wall-clock bound. asyncio ends its loop for a KeyboardInterrupt at once."""
+
+
+def _on_alarm(signum: int, frame: object) -> None:
+    raise Hung(f"no end after {WALL_S:.0f} s of real time")
 
 
 class Faults(logging.Handler):
-    """Keeps errors with a traceback that the gateway logs: each is a defect of it."""
+    """Keeps what the gateway logs that is a defect of it: errors with a traceback, and faults of sound workers."""
 
     def __init__(self) -> None:
-        super().__init__(logging.ERROR)
+        super().__init__(logging.WARNING)
         self.records: list[str] = []
+        self.world: World | None = None
+        self.excused: frozenset[str] = frozenset()
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError):
+            return  # uvicorn logs the cancelled tasks of a gateway that has ended.
         if record.exc_info is not None:
             self.records.append(logging.Formatter().format(record))
+        elif record.msg in UNREADABLE and record.msg not in self.excused:
+            self.records.append(record.getMessage())
+        elif record.msg in REPLACED and self.world is not None:
+            assert isinstance(record.args, tuple)
+            self.world.note(f"log {record.getMessage()}")
+            if self.world.is_sound(str(record.args[0])):
+                self.records.append(f"the worker is sound: {record.getMessage()}")
 
 
 @dataclass(slots=True)
@@ -73,127 +139,66 @@ def draw_rates(random: Random) -> Rates:
         spawn_fails=rate(0.05),
         load_fails=rate(0.1),
         load_hangs=rate(0.05),
-        dies=rate(0.01),
-        hangs=rate(0.003),
-        stops=rate(0.003),
-        nonsense=rate(0.02),
-        twice=rate(0.05),
+        dies=rate(0.016),
+        hangs=rate(0.005),
+        stops=rate(0.005),
+        nonsense=rate(0.03),
+        twice=rate(0.08),
         lies=rate(0.05),
         ignores_shutdown=rate(0.2),
+        routes_late=rate(0.2),
+        loses_welcome=rate(0.05),
         latency_s=random.choice((0.0002, 0.002, 0.05, 0.4)),
     )
-
-
-class SimulatedGateway:
-    """One life of the gateway: the real pool, link, app and services on the world's wire and processes."""
-
-    def __init__(self, world: World, config: Config, boot: int, random: Random, is_listening: asyncio.Event) -> None:
-        self.world = world
-        self.is_listening = is_listening
-        self.config = config
-        self.metrics = Metrics()
-        self.wire = SimulatedWire(world)
-        clock = world.loop.time
-        self.link = WorkerLink(config.run_dir, self.metrics, boot=boot, make_wire=lambda down, up: self.wire)
-        self.table: ProcessTable | None = None
-        self.pool = Pool(
-            config,
-            self.link,
-            self.metrics,
-            machine=world.machine,
-            make_processes=self._make_processes,
-            clock=clock,
-            random=random.random,
-        )
-        self.app = App(config, self.pool, self.link, self.metrics, clock=clock)
-        self.wanted = config
-        self.reloader = Reloader(self.app, lambda: self.wanted)
-        self.tasks: set[asyncio.Task[None]] = set()
-
-    def _make_processes(self, registry: Registry) -> ProcessTable:
-        self.table = ProcessTable(self.world, registry, self.config.run_dir)
-        return self.table
-
-    async def start(self) -> None:
-        # Background responses are not simulated: `App.start` resumes them with threads of its own.
-        await self.pool.start()
-
-    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a request or a command, which ends at the latest with this gateway."""
-        task = asyncio.create_task(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-        return task
-
-    async def kill(self) -> None:
-        """End as by SIGKILL: from now on nothing that this gateway does has an effect outside it."""
-        assert self.table is not None
-        self.table.is_dead = True
-        self.wire.close()
-        for task in list(self.tasks):
-            task.cancel()
-        root = self.pool._root  # pyright: ignore[reportPrivateUsage]  # a process that is killed takes its tasks with it
-        assert root is not None
-        root.cancel()
-        await asyncio.wait([root, *self.tasks])
-        await self.app.finish(1.0)
-        self.app.close()
-
-    async def hand_over(self) -> None:
-        """End as by SIGUSR2, with the steps of `Daemon`."""
-        self.app.drain()
-        self.app.leave()
-        never = asyncio.create_task(asyncio.sleep(1e9))
-        try:
-            await self.pool.release(self.config.server.drain_s, never)
-        finally:
-            never.cancel()
-        self.is_listening.clear()
-        await self._end_tasks()
-        await self.app.finish(5.0)
-        self.app.close()
-
-    async def stop(self) -> None:
-        """End as by SIGTERM."""
-        self.app.drain()
-        await self.pool.stop(self.config.server.drain_s)
-        await self._end_tasks()
-        await self.app.finish(5.0)
-        self.app.close()
-
-    async def _end_tasks(self) -> None:
-        if self.tasks:
-            _, left = await asyncio.wait(self.tasks, timeout=120.0)
-            if left:
-                raise Violated(f"{len(left)} requests do not end with their gateway: {left}")
-
-    def check_idle(self) -> None:
-        """Check that nothing is left of requests that have ended."""
-        services = self.app.services
-        left = {
-            "sequences": self.link.in_flight,
-            "admitted": sum(services.admission.inside(name) for name in MODELS),
-            "leases": sum(self.pool.leases(name) for name in MODELS),
-            "requests": len(services.requests.views()),
-            "unhandled errors": self.metrics.unhandled_errors,
-        }
-        if any(left.values()):
-            raise Violated(f"left behind: {left}")
 
 
 class Story:
     """Owner of one seed's world, gateways and clients."""
 
-    def __init__(self, seed: int, home: Path, loop: VirtualLoop) -> None:
+    def __init__(self, seed: int, home: Path, loop: VirtualLoop, faults: Faults) -> None:
+        self.faults = faults
         self.random = random = Random(seed)
         self.loop = loop
         self.home = home
         self.world = World(loop, random, draw_rates(random))
+        # Draws that others do not depend on: of background responses and of the disk.
+        self._own_random = Random(seed ^ 0xD15C)
+        self.disk = SimulatedDisk(home, self._own_random, self.world.note)
+        self._background_count = self._own_random.choice((0, 0, 0, 1, 3))
+        # Whether the key "bob" may use the first model only.
+        self._is_restricted = self._own_random.random() < 0.3
+        self._has_peers = self._own_random.random() < 0.05
+        self.peers = SimulatedPeers(self.world, self._own_random)
+        # Draws of the parts that few seeds have.
+        self._rare_random = Random(seed ^ 0xED6E)
+        self._has_edge = self._rare_random.random() < 0.1
+        self._has_upstream = self._rare_random.random() < 0.08
+        self.remotes: SimulatedPeers | SimulatedUpstreams = self.peers
+        if self._has_upstream:
+            self.remotes = SimulatedUpstreams(self.world, self._rare_random, self.peers)
+        self._database_at = -math.inf
+        if self._background_count and self._rare_random.random() < 0.2:
+            rate = self._rare_random.choice((0.0, 0.01, 0.1))
+            self.disk.database_faults = DatabaseFaults(
+                self._rare_random, rate, lambda: self.disk.is_full, self._note_database
+            )
+        self.span_s = random.choice(SPANS_S)
         self.boots = 0
         self.config = self._draw_config()
+        assert isinstance(self.config.memory.budget_bytes, int)
+        self._budget = self.config.memory.budget_bytes
+        # Secrets that are in force, and those that clients have, by key.
         self.secrets = self._make_keys()
+        self._had = dict(self.secrets)
+        self._key_changes = 0
+        self._operators_disk = DiskOfProcess(self.disk)
         # Whether there is a gateway to which clients can connect.
         self._listening = asyncio.Event()
+        # Only one gateway ends and starts at a time.
+        self._succession = asyncio.Lock()
+        self._deaths = asyncio.Event()
+        self._power_cut_at = self._disk_at = -math.inf
+        self._burials: list[asyncio.Task[None]] = []
         self.gateway = self._make_gateway()
         self.clients: list[Client] = []
         self.failure: BaseException | None = None
@@ -216,126 +221,227 @@ class Story:
             )
             for name in names
         }
+        if self._has_upstream:
+            fallback = FallbackConfig(to=(UPSTREAM,), when=("unavailable", "queue"))
+            models = {name: msgspec.structs.replace(model, fallback=fallback) for name, model in models.items()}
         server = ServerConfig(
             drain_s=random.choice((0.0, 2.0, 10.0)),
             queue_timeout_s=60.0,
             request_timeout_s=random.choice((0.0, 0.0, 3.0)),
             node="sim",
             body_memory_bytes=1 << 30,
-            # The journal of background responses has a thread of its own, which is not simulated.
-            response_journal_bytes=0,
-            response_store_bytes=0,
+            response_journal_bytes=1 << 26 if self._background_count else 0,
+            response_store_bytes=1 << 26 if self._background_count else 0,
         )
+        peers = peer_configs(self.home) if self._has_peers else {}
         memory = MemoryConfig(budget_bytes=random.choice((8, 12, 16)) * GIB, min_residency_s=random.choice((0.5, 5.0)))
-        return Config(home=self.home, server=server, models=models, config_path=self.home / "mlxd.toml", memory=memory)
+        return Config(
+            home=self.home,
+            server=server,
+            models=models,
+            config_path=self.home / "mlxd.toml",
+            memory=memory,
+            peers=peers,
+            upstreams={UPSTREAM: upstream_config([*names])} if self._has_upstream else {},
+        )
 
     def _make_keys(self) -> dict[str, str]:
         self.config.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = KeyFile(self.config.keys_path)
-        return {name: file.create(Key(name=name, prefix="", salt="", hash=""))[1] for name in KEYS}
+        data, secrets = _keys(self._is_restricted)
+        self.config.keys_path.parent.mkdir(mode=0o700, exist_ok=True)
+        write_private(self.config.keys_path, data)
+        return dict(secrets)
 
     def _make_gateway(self) -> SimulatedGateway:
         self.boots += 1
-        return SimulatedGateway(self.world, self.config, self.boots, self.random, self._listening)
+        return SimulatedGateway(
+            self.world, self.config, self.boots, self.random, self._listening, self.disk, self.remotes
+        )
 
     # -- invariants ----------------------------------------------------------------------------------------------------
 
     def check_turn(self) -> None:
         """Check what holds at every turn."""
-        machine = self.world.machine
-        honest = sum(p.worker.footprint - p.worker.overrun for p in self.world.alive() if p.is_recorded)
-        if honest > self.config.memory.budget_bytes:  # type: ignore[operator]  # the story's budget is a number
-            raise Violated(f"workers hold {honest >> 20} MiB, the budget is {self.config.memory.budget_bytes}")
-        if machine.other < 0:
+        honest = self.world.own_bytes
+        if honest > self._budget:
+            raise Violated(f"workers hold {honest >> 20} MiB, the budget is {self._budget}")
+        if self.world.machine.other < 0:
             raise Violated("the machine has lost memory")
+        if not self.loop.turns % GRANT_CHECK_TURNS and not self.gateway.is_dead:
+            self.gateway.check_grants(self._budget)
 
-    def check_end(self, faults: Faults) -> None:
+    def _check_files(self) -> None:
+        """Check that the key file has all changes, and that each whole line of the audit log can be read."""
+        names = {key.name for key in KeyFile(self.config.keys_path).read()}
+        if names != self.secrets.keys():
+            raise Violated(f"the key file has {names}, and {self.secrets.keys()} are in force")
+        log = audit_path(self.home)
+        lines = log.read_bytes().splitlines() if log.exists() else []
+        unreadable = 0
+        for line in lines:
+            try:
+                msgspec.json.decode(line, type=AuditEntry)
+            except msgspec.DecodeError:
+                unreadable += 1
+                if line.count(b'{"time":') > 1:
+                    raise Violated(f"a line of the audit log continues one that was cut off: {line!r}") from None
+        if unreadable > self.disk.torn:
+            raise Violated(f"{unreadable} lines of the audit log cannot be read, {self.disk.torn} writes were cut off")
+
+    def check_end(self) -> None:
         """Check that the world is empty after the last gateway has stopped."""
-        if alive := [process for process in self.world.alive() if process.is_recorded]:
+        self._check_files()
+        if alive := self.world.alive():
             raise Violated(f"left running: {[(p.spec.name, p.spec.epoch) for p in alive]}")
+        if self.gateway.wire.greetings > len(MODELS):
+            raise Violated(f"{self.gateway.wire.greetings} greetings were not dropped")
+        if files := [path.name for path in self.config.journal_dir.glob("*")]:
+            raise Violated(f"journals left behind: {files}")
         if files := [path.name for path in (self.config.run_dir / "workers").glob("*.json")]:
             raise Violated(f"state files left behind: {files}")
         tasks = [task for task in asyncio.all_tasks(self.loop) if task is not asyncio.current_task()]
         if tasks:
             raise Violated(f"tasks left behind: {tasks}")
-        if faults.records:
-            raise Violated("the gateway logged an error of its own:\n" + "\n".join(faults.records))
+        if self.faults.records:
+            raise Violated("the gateway logged an error of its own:\n" + "\n".join(self.faults.records))
 
     # -- the story -----------------------------------------------------------------------------------------------------
 
-    async def run(self, faults: Faults) -> None:
-        await self.gateway.start()
-        self._listening.set()
+    async def run(self) -> None:
+        await self._next_gateway()
         count = self.random.choice((2, 6, 12, 25))
         plans = sorted(
-            (draw_plan(self.random, i, [*self.config.models], [*KEYS], SPAN_S) for i in range(count)),
+            (draw_plan(self.random, i, [*self.config.models], [*KEYS], self.span_s) for i in range(count)),
             key=lambda plan: plan.at_s,
         )
+        if self._has_peers:
+            count = self._own_random.randint(1, 10)
+            plans += [draw_plan(self._own_random, 100 + i, [PEER_MODEL], ["alice"], self.span_s) for i in range(count)]
         requests = [asyncio.create_task(self._request(plan)) for plan in plans]
-        events = asyncio.create_task(self._events())
-        async with asyncio.timeout(SPAN_S + LIVENESS_S):
-            for each in (events, *requests):
-                await each
-        self.world.is_calm = True
+        backgrounds = [self._make_background(number) for number in range(self._background_count)]
+        requests += [asyncio.create_task(each.run()) for each in backgrounds]
+        if self._has_upstream:
+            count = self._rare_random.randint(1, 10)
+            plans = [
+                draw_plan(self._rare_random, 300 + i, [UPSTREAM_MODEL], [*KEYS], self.span_s) for i in range(count)
+            ]
+            requests += [asyncio.create_task(self._request(plan)) for plan in plans]
+        if self._has_edge:
+            count = self._rare_random.randint(1, 4)
+            requests += [asyncio.create_task(self._connect(number)) for number in range(count)]
+        requests.append(asyncio.create_task(self._events()))
+        watch = asyncio.create_task(self._watch())
+        end = asyncio.create_task(self._wait_for(requests))
+        await asyncio.wait([watch, end], return_when=asyncio.FIRST_COMPLETED)
+        if watch.done():
+            watch.result()
+        end.result()
+        watch.cancel()
         # Aborted sequences and leases of clients that have left end within a moment.
         await asyncio.sleep(2.0)
+        for each in backgrounds:
+            await each.check()
+        await self._check_list()
         self.gateway.check_idle()
         async with asyncio.timeout(LIVENESS_S):
             await self.gateway.stop()
-        self.check_end(faults)
+            for burial in self._burials:
+                await burial
+        self.check_end()
+
+    async def _wait_for(self, parts: list[asyncio.Task[None]]) -> None:
+        """Return once all requests, events and background responses have ended."""
+        async with asyncio.timeout(self.span_s + LIVENESS_S):
+            for part in parts:
+                await part
+            # Responses whose clients do not know their ids end too.
+            while not self._is_quiet():  # noqa: ASYNC110  # the product has no event for it
+                await asyncio.sleep(1.0)
+        self.world.is_calm = True
+        if self.disk.database_faults is not None:
+            self.disk.database_faults.rate = 0.0
+        self.gateway.disk.changes_left = None
+
+    def _is_quiet(self) -> bool:
+        gateway = self.gateway
+        is_stable = self._listening.is_set() and not self._succession.locked()
+        return is_stable and not gateway.is_dead and not gateway.running_responses
 
     async def _request(self, plan: Plan) -> None:
         await asyncio.sleep(plan.at_s)
         await self._listening.wait()
-        client = Client(self.world, plan)
+        # The requests of "bob" may not leave this machine.
+        is_allowed = self._may_use(plan.key, plan.model) and (plan.model != UPSTREAM_MODEL or plan.key == "alice")
+        client = Client(self.world, plan, is_allowed=is_allowed)
         self.clients.append(client)
         if plan.leaves_after == 0:
             self.loop.call_later(self.random.random(), client.leave)
         gateway = self.gateway
-        task = gateway.run(client.run(gateway.app, self.secrets.get(plan.key, "")))
+        changes = self._key_changes
+        task = gateway.run(client.run(gateway, self._had[plan.key]))
         await asyncio.wait([task])
         if not task.cancelled():
             task.result()
+            self._check_key(plan.key, changes, client.outcome.status)
+
+    async def _connect(self, number: int) -> None:
+        """Send requests on one connection through the HTTP edge."""
+        random, names = self._rare_random, [*self.config.models]
+        count = random.choice((1, 2, 3, 8))
+        plans = [draw_plan(random, 200 + 10 * number + i, names, [*KEYS], self.span_s) for i in range(count)]
+        connection = draw_connection(random, 42000 + number)
+        clients = [Client(self.world, plan, is_allowed=self._may_use(plan.key, plan.model)) for plan in plans]
+        await asyncio.sleep(plans[0].at_s)
+        await self._listening.wait()
+        changes, secrets = self._key_changes, [self._had[plan.key] for plan in plans]
+        client = PipeliningClient(self.world, random, connection, clients)
+        await client.run(self.gateway.http_edge(), secrets)
+        for plan, each in zip(plans, clients, strict=True):
+            self._check_key(plan.key, changes, each.outcome.status)
 
     async def _events(self) -> None:
         """Give commands of operators and faults of the machine, some in each seed."""
-        names = ("unload", "restart", "load", "reload", "die", "hand over", "key", "disk", "jump", "pressure", "stop")
-        chosen = [self.random.choice(names) for _ in range(self.random.choice((0, 1, 3, 6)))]
+        chosen = [self.random.choice(EVENTS) for _ in range(self.random.choice((0, 1, 3, 6)))]
         for name in chosen:
-            await asyncio.sleep(self.random.random() * 2 * SPAN_S / len(chosen))
+            await asyncio.sleep(self.random.random() * 2 * self.span_s / len(chosen))
             self.world.note(f"event {name}")
             await self._event(name)
 
     async def _event(self, name: str) -> None:
+        await self._listening.wait()
         gateway, pool, random = self.gateway, self.gateway.pool, self.random
         model = random.choice([*self.config.models])
         match name:
             case "unload":
-                gateway.run(_quietly(pool.unload(model)))
+                gateway.run(_quietly(gateway, pool.unload(model)))
             case "restart":
-                gateway.run(_quietly(pool.restart(model)))
+                gateway.run(_quietly(gateway, pool.restart(model)))
             case "load":
-                gateway.run(_quietly(pool.load(model)))
+                gateway.run(_quietly(gateway, pool.load(model)))
             case "reload":
                 self._change_config()
                 gateway.wanted = self.config
-                await gateway.run(_quietly(_reload(gateway.reloader)))
+                await asyncio.wait([gateway.run(_quietly(gateway, _reload(gateway.reloader)))])
             case "die":
-                self._listening.clear()
-                await gateway.kill()
-                await asyncio.sleep(random.random() * 2)
-                await self._next_gateway()
+                self._kill()
             case "hand over":
-                await gateway.hand_over()
-                await self._next_gateway()
+                await self._succeed(lambda: self.gateway.hand_over())
+            case "terminate":
+                await self._succeed(self._terminate)
             case "key":
-                if "bob" in self.secrets and random.random() < 0.5:
-                    with contextlib.suppress(KeyRefused):
-                        KeyFile(self.config.keys_path).revoke("bob")
-            case "disk":
-                self._fill_disk()
+                self._change_key()
+            case "disk full":
+                self.disk.is_full = True
+                self._relieve_disk(10.0)
+            case "disk slow":
+                self.disk.latency_s = random.choice((0.1, 1.0, 6.0))
+                self._relieve_disk(20.0)
+            case "power":
+                await self._succeed_power_cut()
+            case "die writing":
+                gateway.disk.changes_left = random.randint(1, 8)
             case "jump":
-                self.loop.jump(random.choice((0.5, 20.0, 400.0)))
+                self.world.jump(random.choice((0.5, 20.0, 400.0)))
             case "pressure":
                 self.world.machine.other = random.choice((4, 12, 16)) * GIB
                 self.loop.call_later(random.random() * 20, self._relax)
@@ -345,10 +451,152 @@ class Story:
                     process.signal(signal.SIGSTOP)
                     self.loop.call_later(random.choice((1.0, 40.0)), process.signal, signal.SIGCONT)
 
+    async def _succeed(self, end: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """End the gateway, which may be killed meanwhile, and start the next one."""
+        async with self._succession:
+            if not self.gateway.is_dead and not await self._finishes(end()):
+                await self._bury()
+            await self._next_gateway()
+
+    async def _succeed_power_cut(self) -> None:
+        """End the machine and all that runs on it. It starts again, without what was not synced."""
+        async with self._succession:
+            self.gateway.die()
+            for process in self.world.alive():
+                process.exit(-signal.SIGKILL)
+            await self._bury(self._own_random)
+            self._power_cut_at = self.loop.time()
+            self._order_journals()
+            self.disk.cut_power()
+            self.faults.excused = UNREADABLE_AFTER_POWER_CUT
+            self._check_files()
+            await asyncio.sleep(self.random.random() * 5)
+            self.world.machine.returning.clear()
+            await self._next_gateway()
+
+    async def _terminate(self) -> None:
+        """Stop the gateway as an operator does, and check that its workers have gone."""
+        await self.gateway.stop()
+        if alive := self.world.alive():
+            raise Violated(f"left running by a stop: {[process.label for process in alive]}")
+
+    def _kill(self) -> None:
+        if not self.world.is_calm:
+            self.world.note("the gateway is killed")
+            self.gateway.die()
+
+    async def _watch(self) -> None:
+        """Start the next gateway after each one that is killed."""
+        while True:
+            await self._deaths.wait()
+            self._deaths.clear()
+            async with self._succession:
+                if self.gateway.is_dead:
+                    await self._bury()
+                    await asyncio.sleep(self.random.random() * 2)
+                    if self.random.random() < 0.5:
+                        self._change_config()
+                    await self._next_gateway()
+                    if self.random.random() < 0.3 and not self.world.is_calm:
+                        # Workers that were not adopted may not have exited yet.
+                        await asyncio.sleep(self.random.random() ** 4 * 2)
+                        if not await self._finishes(self._terminate()):
+                            await self._bury()
+                        await self._next_gateway()
+
+    async def _bury(self, lost: Random | None = None) -> None:
+        self._listening.clear()
+        if self.gateway.disk.was_killed_writing:
+            self.faults.excused |= UNREADABLE_AFTER_KILL
+        await self.gateway.kill(lost)
+        assert self.gateway.burial is not None
+        self._burials.append(self.gateway.burial)
+
     async def _next_gateway(self) -> None:
-        self.gateway = self._make_gateway()
-        await self.gateway.start()
+        """Start gateways until one has started."""
+        while True:
+            self._order_journals()
+            self.gateway = self._make_gateway()
+            self.gateway.died.add_done_callback(lambda _: self._deaths.set())
+            if await self._finishes(self.gateway.start()):
+                break
+            await self._bury()
         self._listening.set()
+
+    async def _finishes(self, step: Coroutine[Any, Any, None]) -> bool:
+        """Run a step of the gateway's life. Return whether the gateway survives it."""
+        task, died = asyncio.create_task(step), self.gateway.died
+        await asyncio.wait([task, died], return_when=asyncio.FIRST_COMPLETED)
+        if died.done():
+            task.cancel()
+            await asyncio.wait([task])
+            return False
+        task.result()
+        return True
+
+    def _order_journals(self) -> None:
+        """Date each journal by the number of its response, because gateways resume the oldest first.
+
+        Its name is random, and the time of the machine differs in each run.
+        """
+        for path in self.config.journal_dir.glob("*.journal"):
+            number = 0
+            with contextlib.suppress(NotUnderstood):
+                prompt = parsed(path.read_bytes()).request.generate.prompt
+                assert isinstance(prompt, ChatPrompt)
+                number = 1 + number_of(str(prompt.messages[-1]["content"]))
+            os.utime(path, (number, number))
+
+    def _make_background(self, number: int) -> BackgroundClient:
+        models = [*self.config.models, *([PEER_MODEL] if self._has_peers else [])]
+        plan = draw_background_plan(self._own_random, number, models, [*KEYS], self.span_s)
+        may_use = self._may_use(plan.key, plan.model)
+        return BackgroundClient(
+            self.world, plan, self._own_random, self._send, self._trouble, self._kill, is_allowed=may_use
+        )
+
+    def _may_use(self, key: str, model: str) -> bool:
+        return not self._is_restricted or key != "bob" or model == MODELS[0]
+
+    async def _check_list(self) -> None:
+        """Check that a key's list has the models that it may use, and no others."""
+        for key in KEYS:
+            call = HttpCall("GET", "/v1/models")
+            await self._send(call, key, 39999)
+            listed = [model["id"] for model in json.loads(call.body).get("data", ())]
+            if self._may_use(key, PEER_MODEL):
+                listed = [name for name in listed if name in self.config.models]
+            allowed = [model for model in self.config.models if self._may_use(key, model)]
+            if listed != allowed and key in self.secrets:
+                raise Violated(f"{key} may use {allowed}, and {listed} are listed: {bytes(call.body)!r}")
+
+    async def _send(self, call: HttpCall, key: str, port: int) -> bool:
+        """Send a request with a key to the gateway, once there is one. Return whether the key is in force."""
+        await self._listening.wait()
+        gateway = self.gateway
+        changes = self._key_changes
+        task = gateway.run(call.run(gateway, self._had[key], port))
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.result()
+            self._check_key(key, changes, call.status)
+        if call.violation is not None:
+            raise call.violation
+        return key in self.secrets
+
+    def _check_key(self, key: str, changes: int, status: int) -> None:
+        """Check that a request was refused for its key if the key was not in force, and only then."""
+        # Answers with status 429 may be those to refused keys.
+        if changes == self._key_changes and status not in (0, 429) and (status == 401) is (key in self.secrets):
+            raise Violated(f"the key {key} is{'' if key in self.secrets else ' not'} in force, and gets {status}")
+
+    def _trouble(self) -> Trouble:
+        is_bad = self.disk.is_full or self.disk.latency_s > QUICK_S
+        return Trouble(self._power_cut_at, self.loop.time() if is_bad else self._disk_at, self._database_at)
+
+    def _note_database(self, what: str) -> None:
+        self._database_at = self.loop.time()
+        self.world.note(what)
 
     def _change_config(self) -> None:
         random, models = self.random, dict(self.config.models)
@@ -364,29 +612,61 @@ class Story:
         models[name] = msgspec.structs.replace(models[name], **change)
         self.config = msgspec.structs.replace(self.config, models=models)
 
-    def _fill_disk(self) -> None:
-        """Make state files and the epoch counter unwritable for some seconds."""
-        run_dir = self.config.run_dir
-        blocks = [run_dir / "epoch.new", *(run_dir / "workers" / f"{name}.json.new" for name in MODELS)]
-        for block in blocks:
-            with contextlib.suppress(OSError):
-                block.mkdir()
+    def _change_key(self) -> None:
+        """Revoke, rotate or restrict the key "bob". The operator sees whether that has worked."""
+        file = KeyFile(self.config.keys_path, disk=self._operators_disk)
+        try:
+            match self._own_random.choice(("revoke", "rotate", "create")):
+                case "revoke":
+                    file.revoke("bob")
+                    self.secrets.pop("bob", None)
+                case "rotate":
+                    self._had["bob"] = self.secrets["bob"] = file.rotate("bob")[1]
+                case _:
+                    models = MODELS[:1] if self._is_restricted else ()
+                    key = Key(name="bob", prefix="", salt="", hash="", models=models)
+                    self._had["bob"] = self.secrets["bob"] = file.create(key)[1]
+        except KeyRefused:
+            pass
+        except KeysUnusable as error:
+            if not self.disk.is_full:
+                raise Violated(f"the keys cannot be changed: {error}") from error
+        self._key_changes += 1
 
-        def free() -> None:
-            for block in blocks:
-                with contextlib.suppress(OSError):
-                    block.rmdir()
+    def _relieve_disk(self, most_s: float) -> None:
+        def relieve() -> None:
+            self.disk.is_full, self.disk.latency_s = False, QUICK_S
+            self._disk_at = self.loop.time()
 
-        self.loop.call_later(self.random.random() * 10, free)
+        self.loop.call_later(self.random.random() * most_s, relieve)
 
     def _relax(self) -> None:
         self.world.machine.other = 0
 
 
-async def _quietly(command: Coroutine[Any, Any, None]) -> None:
+@cache
+def _keys(is_restricted: bool) -> tuple[bytes, dict[str, str]]:
+    """Make the content of a key file, and the secrets of its keys. All seeds of a process have the same."""
+    models = {"bob": MODELS[:1]} if is_restricted else {}
+    with tempfile.TemporaryDirectory() as folder:
+        file = KeyFile(Path(folder) / "keys" / "keys.json")
+        keys = [
+            Key(name=name, prefix="", salt="", hash="", models=models.get(name, ()), may_leave=name == "alice")
+            for name in KEYS
+        ]
+        secrets = {key.name: file.create(key)[1] for key in keys}
+        return file.path.read_bytes(), secrets
+
+
+async def _quietly(gateway: SimulatedGateway, command: Coroutine[Any, Any, None]) -> None:
     """Run an operator's command, which may be refused."""
-    with contextlib.suppress(ModelUnavailable, Unavailable):
+    try:
         await command
+    except (ModelUnavailable, Unavailable):
+        pass
+    except Exception:
+        if not gateway.is_dead:
+            raise
 
 
 async def _reload(reloader: Reloader) -> None:
@@ -404,21 +684,27 @@ def play(seed: int) -> Result:
     asyncio.set_event_loop(loop)
     story = None
     failure: BaseException | None = None
+    before = signal.signal(signal.SIGALRM, _on_alarm)
+    # A wait in the clean-up ends too.
+    signal.setitimer(signal.ITIMER_REAL, WALL_S, WALL_S)
     try:
 
         async def tell() -> None:
             nonlocal story
-            story = Story(seed, home, loop)
-            await story.run(faults)
+            story = Story(seed, home, loop, faults)
+            faults.world = story.world
+            await story.run()
 
         loop.run_until_complete(tell())
         if errors:
             raise Violated(f"an exception in a callback or a task: {errors}")
-    except (Exception, Stalled) as error:
+    except (Exception, Hung) as error:
         failure = error
     finally:
         root.removeHandler(faults)
         _close(loop)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
         shutil.rmtree(home, ignore_errors=True)
     world = story.world if story is not None else None
     return Result(

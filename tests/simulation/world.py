@@ -1,12 +1,12 @@
 """The simulated machine: its processes, its memory, and the frames between workers and the gateway."""
 
 import asyncio
+import math
 import signal
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from pathlib import Path
 from random import Random
 
 from gateway.link.wire import WorkerGone
@@ -18,6 +18,8 @@ from tests.simulation.simulated_worker import SimulatedWorker
 from tests.simulation.virtual_loop import VirtualLoop
 
 GIB = 1 << 30
+# After an impairment a gateway may find fault with a worker for this long.
+SOUND_S = 20.0
 NOT_ALIVE = (signal.SIGKILL, signal.SIGABRT)
 
 
@@ -39,6 +41,8 @@ class Rates:
     twice: float
     lies: float
     ignores_shutdown: float
+    routes_late: float
+    loses_welcome: float
     latency_s: float
 
 
@@ -50,7 +54,12 @@ class World:
         self.random = random
         self.rates = rates
         self.is_calm = False
+        # When the clock has jumped most recently.
+        self.jumped_at = -math.inf
         self.processes: dict[int, Process] = {}
+        self._alive: dict[int, Process] = {}
+        # Memory of all running workers, without what some take beyond their shares.
+        self.own_bytes = 0
         self.wire: SimulatedWire | None = None
         self.machine = Machine(self)
         self.faults: dict[str, int] = {}
@@ -75,17 +84,35 @@ class World:
             self.note(f"fault {name}")
         return happens
 
+    def route_delay(self) -> float:
+        """Draw the time from a worker's connection to the moment when it is routable."""
+        return self.random.random() * 4.0 if self.chance("routes late", self.rates.routes_late) else self.delay()
+
     def delay(self) -> float:
         """Draw the latency of one frame."""
         return self.random.random() ** 4 * self.rates.latency_s + 1e-5
 
     def alive(self) -> "list[Process]":
-        return [process for process in self.processes.values() if process.is_alive]
+        return list(self._alive.values())
+
+    def bury(self, process: "Process") -> None:
+        """Note that a process has exited."""
+        del self._alive[process.pid]
+        self.own_bytes -= process.worker.own_bytes
+
+    def jump(self, seconds: float) -> None:
+        self.loop.jump(seconds)
+        self.jumped_at = self.loop.time()
+
+    def is_sound(self, label: str) -> bool:
+        """Whether a worker, such as "a#3", has done nothing for some time that a gateway may take for a fault."""
+        return any(process.is_sound for process in self.alive() if process.label == label)
 
     def start(self, spec: WorkerSpec) -> "Process":
         self._next_pid += 1
-        process = self.processes[self._next_pid] = Process(self, self._next_pid, spec)
-        self.note(f"spawn {spec.name}#{spec.epoch}")
+        process = self.processes[self._next_pid] = self._alive[self._next_pid] = Process(self, self._next_pid, spec)
+        self.own_bytes += process.worker.own_bytes
+        self.note(f"spawn {process.label}")
         return process
 
 
@@ -99,7 +126,8 @@ class Process:
         self.argv = ["python", "worker", spec.name, "--epoch", str(spec.epoch)]
         self.status: int | None = None
         self.is_stopped = False
-        self.is_recorded = True
+        # When it was most recently stopped, or lost a message.
+        self.impaired_at = -math.inf
         self.connection: Connection | None = None
         self.backlog: list[bytes] = []
         self._held: list[Callable[[], None]] = []
@@ -111,6 +139,16 @@ class Process:
     @property
     def is_alive(self) -> bool:
         return self.status is None
+
+    @property
+    def label(self) -> str:
+        return f"{self.spec.name}#{self.spec.epoch}"
+
+    @property
+    def is_sound(self) -> bool:
+        since_s = self.world.loop.time() - max(self.impaired_at, self.world.jumped_at)
+        is_running = self.is_alive and not self.is_stopped
+        return is_running and not self.worker.is_stuck and not self.worker.is_ending and since_s > SOUND_S
 
     def when_running(self, act: Callable[[], None]) -> None:
         """Act now, at SIGCONT if the process is stopped, never if it has exited."""
@@ -133,6 +171,7 @@ class Process:
         if self.connection is not None and self.connection.wire is wire:
             return
         self.connection = wire.connections[self.spec.identity] = Connection(wire, self)
+        self.later(self.world.route_delay(), self.connection.greet)
         backlog, self.backlog = self.backlog, []
         for frame in backlog:
             self.connection.up(frame)
@@ -151,6 +190,7 @@ class Process:
                 self.is_stopped = True
             case signal.SIGCONT:
                 self.is_stopped = False
+                self.impaired_at = self.world.loop.time()
                 held, self._held = self._held, []
                 for act in held:
                     self.when_running(act)
@@ -165,7 +205,8 @@ class Process:
         if not self.is_alive:
             return
         self.status = status
-        self.world.note(f"exit {self.spec.name}#{self.spec.epoch} {status}")
+        self.world.note(f"exit {self.label} {status}")
+        self.world.bury(self)
         self.world.machine.free_later(self)
         if self.connection is not None:
             self.connection.cut(is_orderly=status >= 0)
@@ -193,9 +234,17 @@ class Connection:
         self.wire = wire
         self.process = process
         self.is_closed = False
+        # Whether the worker's greeting has reached the gateway's ROUTER. Frames to the gateway take another socket.
+        self.is_routable = False
         self._up_at = self._down_at = 0.0
         self._rising: deque[bytes] = deque()
         self._lost = False
+
+    def greet(self) -> None:
+        """Make the worker routable."""
+        if not self._lost and self.wire.is_open:
+            self.is_routable = True
+            self.wire.greetings += 1
 
     def up(self, frame: bytes) -> None:
         loop = self.process.world.loop
@@ -240,6 +289,8 @@ class SimulatedWire:
         self.world = world
         self.connections: dict[bytes, Connection] = {}
         self.is_open = False
+        # Number of greetings that were not dropped.
+        self.greetings = 0
         self._arrived: deque[bytes] = deque()
         self._read: Callable[[], None] | None = None
         self._is_scheduled = False
@@ -280,12 +331,12 @@ class SimulatedWire:
 
     def send(self, identity: bytes, frame: bytes) -> None:
         connection = self.connections.get(identity)
-        if not self.is_open or connection is None or connection.is_closed:
+        if not self.is_open or connection is None or connection.is_closed or not connection.is_routable:
             raise WorkerGone(identity.decode())
         connection.down(frame)
 
     def drop_greetings(self) -> None:
-        pass
+        self.greetings = 0
 
 
 @dataclass(slots=True)
@@ -317,16 +368,16 @@ class Machine:
 
     def free_later(self, process: Process) -> None:
         self.returning[process.pid] = process.worker.footprint
-        delay_s = self.world.random.random() ** 2 * 1.5
+        # Gateways poll for late memory many times a second, so most of it is back soon.
+        delay_s = self.world.random.random() ** 6 * 1.5
         self.world.loop.call_later(delay_s, self.returning.pop, process.pid, None)
 
 
 class ProcessTable:
     """Processes as one gateway sees them. It implements the registry's `ProcessTable`."""
 
-    def __init__(self, world: World, registry: Registry, run_dir: Path) -> None:
+    def __init__(self, world: World, registry: Registry) -> None:
         self.world = world
-        self.run_dir = run_dir
         self.registry = registry
         # A gateway that was killed has no effect any more, whatever its tasks still do.
         self.is_dead = False
@@ -334,14 +385,20 @@ class ProcessTable:
     def spawn(self, spec: WorkerSpec) -> WorkerPort:
         if self.is_dead or self.world.chance("spawn", self.world.rates.spawn_fails):
             raise OSError("no more processes")
-        clones = [p for p in self.world.alive() if p.spec.name == spec.name and p.is_recorded]
+        clones = [p for p in self.world.alive() if p.spec.name == spec.name]
         if clones:
             raise Violated(f"{spec.name}#{spec.epoch} is started beside #{clones[0].spec.epoch}")
         process = self.world.start(spec)
         self.registry.add(WorkerRecord(pid=process.pid, epoch=spec.epoch, argv=process.argv, spec=spec))
-        # While the disk is full, the next gateway cannot know of this worker, which ends without one.
-        process.is_recorded = (self.run_dir / "workers" / f"{spec.name}.json").exists()
         return Port(self, process, is_adopted=False)
+
+    def running(self) -> list[Survivor]:
+        return [
+            Survivor(
+                process.spec.name, WorkerProcess(pid=process.pid, epoch=process.spec.epoch, argv=process.argv), None
+            )
+            for process in self.world.alive()
+        ]
 
     def adopt(self, survivor: Survivor) -> WorkerPort:
         self.world.note(f"adopt {survivor.name}#{survivor.process.epoch}")

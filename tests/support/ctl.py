@@ -17,7 +17,13 @@ TIMEOUT_S: Final = 60
 _SERVER: Final = multiprocessing.get_context("forkserver")
 # Modules that read the environment as they are imported, as huggingface_hub does, must not be among them.
 _SERVER.set_forkserver_preload(
-    ["gateway.ctl.cli", "gateway.ctl.tables", "gateway.ctl.client", "httpx", "rich.markdown", "typer.rich_utils"]
+    [
+        *("gateway.ctl.cli", "gateway.ctl.tables", "gateway.ctl.client", "gateway.config.load"),
+        *("gateway.workers.memory.host", "httpx", "rich.markdown", "typer.rich_utils"),
+        # What typer, httpx and huggingface_hub import at their first use.
+        *("pydantic.type_adapter", "pydantic.types", "certifi", "httpcore", "httpcore2", "httpx2"),
+        *("asyncio", "filelock", "tqdm.auto", "yaml"),
+    ]
 )
 
 

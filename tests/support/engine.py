@@ -80,14 +80,14 @@ _PLANS: dict[tuple[object, ...], tuple[BatchModePlan, bool]] = {}
 
 
 def checked_once(
-    spec: WorkerSpec, model: Any, ids: Sequence[int], batching: str, partners: RankPeers | None = None
+    spec: WorkerSpec, model: Any, ids: Sequence[int], batching: str, rank_peers: RankPeers | None = None
 ) -> BatchModePlan:
     """The self-check of the first load of these files; later loads are told what it found."""
     files = sorted(Path(spec.path).glob("*")) if Path(spec.path).is_dir() else []
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = spec.path, spec.dtype, spec.kv_bits, spec.experts, batching, *ids, *stamps
     if key not in _PLANS:
-        plan = choose(model, ids, batching, partners)
+        plan = choose(model, ids, batching, rank_peers)
         _PLANS[key] = plan, packing_of(model) is not None
     plan, is_packed = _PLANS[key]
     if not is_packed:

@@ -316,12 +316,18 @@ class Machine:
         world = self.world
         self.worker = Worker(
             spec,
-            effects=Effects(
-                world.admit, world.entered, world.spawn, world.next_epoch, world.now, world.sleep, world.random
+            Effects(
+                world.link,
+                self.events,
+                limits or WorkerLimits(),
+                world.admit,
+                world.entered,
+                world.spawn,
+                world.next_epoch,
+                world.now,
+                world.sleep,
+                world.random,
             ),
-            link=self.world.link,
-            events=self.events,
-            limits=limits or WorkerLimits(),
             load_timeout_s=600.0,
             is_preload=is_preload,
         )

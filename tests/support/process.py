@@ -67,10 +67,15 @@ class Gateway:
         self.process.wait(patient(TIMEOUT_S))
         self.wire.__exit__()
 
-    def ready(self) -> Ready:
-        """Welcome the worker and wait until its model is loaded."""
+    def ready(self, ping_s: float | None = None) -> Ready:
+        """Welcome the worker and wait until its model is loaded, with a ping after each silence of `ping_s`."""
         self.reachable()
         self.send(Welcome(0, 1, 1.0))
+        if ping_s is not None:
+            deadline = time.monotonic() + patient(TIMEOUT_S)
+            while not any(isinstance(message, Ready) for message in self.seen) and time.monotonic() < deadline:
+                if not self.poll(ping_s):
+                    self.send(Ping(0, 0))
         return self.expect(Ready)
 
     def reachable(self) -> None:

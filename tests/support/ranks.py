@@ -118,6 +118,7 @@ class RunningGroup(Gateway):
 
     def _take(self, result: Result, delta: Delta) -> None:
         assert result.terminals == 0, "a delta after the terminal one"
+        result.deltas.append(delta)
         result.text += delta.text
         result.ids += delta.token_ids
         result.logprobs += delta.logprobs or ()

@@ -67,7 +67,7 @@ def scaled(full: T, small: T) -> T:
 
 def patience() -> float:
     """Slowness of this machine beside a quiet one, with the processes that share it; never below 1."""
-    return min(PATIENCE.now() * _BESIDE, _MOST)
+    return min(PATIENCE.now(), _MOST)
 
 
 def patient(seconds: float) -> float:
@@ -75,10 +75,10 @@ def patient(seconds: float) -> float:
     return seconds * patience()
 
 
-def _timed(work: Callable[[], None]) -> float:
-    began = time.perf_counter()
+def _timed(work: Callable[[], None], clock: Callable[[], float] = time.perf_counter) -> float:
+    began = clock()
     work()
-    return time.perf_counter() - began
+    return clock() - began
 
 
 def _work(rounds: int) -> None:
@@ -90,20 +90,27 @@ def _start() -> None:
 
 
 def _slowness(rounds: int) -> float:
-    return _timed(lambda: _work(rounds)) / (rounds * _ROUND_S)
+    """Slowness of this moment, or of the core under the load of the last minute, whichever is more.
 
-
-def _loaded(slowness: float) -> float:
+    A time on the clock includes the load, a time on the core does not.
+    """
     load = max(os.getloadavg()[0] / _CORES, 1.0)
-    return round(min(max(slowness, 1.0) * load, _MOST), 1)
+    now = _timed(lambda: _work(rounds)) / (rounds * _ROUND_S)
+    core = _timed(lambda: _work(rounds), time.thread_time) / (rounds * _ROUND_S)
+    return max(now, core * load)
+
+
+def _bounded(slowness: float) -> float:
+    return round(min(max(slowness, 1.0), _MOST), 1)
 
 
 def _first() -> float:
     """Factor at the start of a run, inherited by its other processes (xdist's, daemons): they all agree."""
     if _NAME not in os.environ:
         slowness = max(_slowness(_ROUNDS_FIRST), _timed(_start) / _START_S)
-        os.environ[_NAME] = str(_loaded(slowness))
+        os.environ[_NAME] = str(_bounded(slowness))
     return float(os.environ[_NAME])
 
 
-PATIENCE: Final = Patience(_first(), measure=lambda: _loaded(_slowness(_ROUNDS_AGAIN)))
+# The first measurement is made before the processes of xdist run, so their load is added; a later one includes it.
+PATIENCE: Final = Patience(_first() * _BESIDE, measure=lambda: _bounded(_slowness(_ROUNDS_AGAIN)))

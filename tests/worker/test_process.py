@@ -385,6 +385,14 @@ def test_a_model_that_cannot_be_loaded_is_told_and_not_worth_another_start(run_d
         assert "nothing" in gateway.stderr()
 
 
+def test_a_model_without_text_that_is_to_be_kept_warm_is_refused(run_dir: Path) -> None:
+    with Gateway(run_dir, "demo", kind="embed", keep_warm_s=300.0) as gateway:
+        goodbye = gateway.expect(Goodbye)
+        assert goodbye.failure is not None
+        assert goodbye.failure.code is Code.BAD_CONFIG
+        assert goodbye.failure.message == "keep_warm is for models that generate text"
+
+
 @pytest.mark.parametrize(
     "spec",
     [
@@ -425,9 +433,9 @@ def test_settings_of_mlx_are_those_of_the_operator_or_ours(name: str, default: s
 def test_an_orphan_ends_its_requests_and_can_be_adopted_and_ends_itself_at_last(
     run_dir: Path, model_folder: Callable[[str], Path]
 ) -> None:
-    # Nobody speaks to it while it loads: that must not take it as long.
-    with Gateway(run_dir, model_folder("qwen3"), orphan_grace_s=0.3, orphan_max_s=patient(3)) as gateway:
-        gateway.ready()
+    with Gateway(run_dir, model_folder("qwen3"), orphan_grace_s=0.3, orphan_max_s=1 + patient(0.2)) as gateway:
+        # A load may take longer than that.
+        gateway.ready(ping_s=0.1)
         request = running(gateway)
         end = deltas_until_end(gateway, request.rid)[-1]
         assert end.failure is not None

@@ -1,6 +1,7 @@
 """A worker without a model: speaks the real protocol, paces tokens, and misbehaves when told to.
 
 Options say how it starts; a text prompt that names a fault (`kill`, `deaf`, …) makes it happen to a running worker.
+The last token of a prompt `hold PATH` comes once there is a file at PATH, so that a test decides when its stream ends.
 Token i of a sequence is the id i and the text "ti ", so that a test sees at once what was lost or moved.
 """
 
@@ -11,6 +12,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,10 +25,13 @@ from protocol.from_worker import (
     AdaptersSet,
     Delta,
     Drained,
+    Explained,
     Finish,
     Goodbye,
     Hello,
     Loading,
+    MissCause,
+    MissCode,
     Pong,
     Ready,
     Rejected,
@@ -37,7 +42,7 @@ from protocol.from_worker import (
 )
 from protocol.minors import MAJOR, MINOR
 from protocol.model_info import AdapterInfo
-from protocol.prompts import TextPrompt
+from protocol.prompts import ChatPrompt, Prompt, TextPrompt
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
 from protocol.to_worker import (
@@ -46,6 +51,7 @@ from protocol.to_worker import (
     Down,
     Drain,
     Dump,
+    Explain,
     Generate,
     Ping,
     SetAdapters,
@@ -71,6 +77,13 @@ class Row:
 
     left: int
     done: int = 0
+    # The file that its last token waits for.
+    hold: Path | None = None
+
+    def next_ids(self, count: int) -> range:
+        """At most `count` tokens that may come now."""
+        free = self.left - 1 if self.hold is not None and not self.hold.exists() else self.left
+        return range(self.done, self.done + min(count, free))
 
 
 class Scripted:
@@ -145,6 +158,10 @@ class Scripted:
                 pass
             case Tokenize(rid):
                 self.send(Tokenized(rid, PROMPT_TOKENS, tuple(range(PROMPT_TOKENS))))
+            case Explain(rid, of, shows_text=shows_text):
+                old = "an excerpt" if shows_text else "#0f"
+                cause = MissCause(MissCode.MESSAGE, 2, 3, 1, "user", old, old)
+                self.send(Explained(rid, PROMPT_TOKENS, 0, 0, 3, of, causes=(cause,)))
             case Detokenize(rid, ids):
                 self.send(Tokenized(rid, len(ids), text="".join(f"t{i} " for i in ids)))
             case Ping(seq, t_ns):
@@ -185,8 +202,14 @@ class Scripted:
             self.send(Rejected(request.rid, Failure(Code.CONTEXT_LENGTH_EXCEEDED, "too long")))
             return
         self.send(Accepted(request.rid, PROMPT_TOKENS))
+        if request.questions:
+            data = bytes(4 * sum(len(question.labels) for question in request.questions))
+            usage = Usage(PROMPT_TOKENS, 0, 0)
+            self.send_step([Delta(request.rid, data=data), Delta(request.rid, finish=Finish.STOP, usage=usage)])
+            return
         done = len(request.resume)
-        self.rows[request.rid] = Row(min(request.max_tokens or 1 << 30, self.options.most_tokens) - done, done)
+        left = min(1 << 30 if request.max_tokens is None else request.max_tokens, self.options.most_tokens) - done
+        self.rows[request.rid] = Row(left, done, hold_of(request.prompt))
         self.misbehave(text)
 
     def misbehave(self, fault: str) -> None:
@@ -224,7 +247,9 @@ class Scripted:
         deltas: list[Delta] = []
         for rid in list(self.rows):
             row = self.rows[rid]
-            ids = range(row.done, min(row.done + self.options.tokens_per_step, row.done + row.left))
+            ids = row.next_ids(self.options.tokens_per_step)
+            if not ids and row.left:
+                continue
             row.done += len(ids)
             row.left -= len(ids)
             text = "".join(f"t{i} " for i in ids)
@@ -286,6 +311,15 @@ class Scripted:
                 self.up.send(codec.encode(message))
                 return
         sys.exit(1)
+
+
+def hold_of(prompt: Prompt) -> Path | None:
+    """The file of `hold PATH`, which is a prompt of text or the last message of a chat."""
+    match prompt:
+        case TextPrompt(text=text) | ChatPrompt(messages=[*_, {"content": str(text)}]) if text.startswith("hold "):
+            return Path(text.removeprefix("hold "))
+        case _:
+            return None
 
 
 def main(kind: type[Scripted] = Scripted) -> int:

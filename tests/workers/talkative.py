@@ -1,13 +1,14 @@
 """A scripted worker that says what it is told: a last message that is a JSON list of events is generated as such.
 
 `[["text", "Hi"], ["reasoning", "hm"], ["tool", "f", "{}"], ["logprobs", "Hi"], ["finish", "stop"]]`, one step each;
-A third word of `finish` is the stop string that was found. `["wait"]` pauses, `["progress"]` only tells that the
-prompt is being processed, `["deadline"]` says what is left in ms.
+A third word of `finish` is the stop string that was found. `["wait"]` pauses, `["hold", PATH]` waits for a file,
+`["progress"]` only tells that the prompt is being processed, `["deadline"]` says what is left in ms.
 """
 
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from scripted import PROMPT_TOKENS, Scripted, main
@@ -39,10 +40,17 @@ class Talkative(Scripted):
             if event == ["wait"]:
                 time.sleep(WAIT_S)
                 continue
+            if event[0] == "hold":
+                while not Path(event[1]).exists():
+                    time.sleep(0.005)
+                continue
             if event == ["deadline"]:
                 event = ["text", str(request.deadline_ms)]
             if event == ["progress"]:
                 self.send(Progress(request.rid, index, 100))
+                continue
+            if event[0] == "progress":
+                self.send(Progress(request.rid, *map(int, event[1:])))
                 continue
             deltas, tools = events(request.rid, event, tools, index)
             for delta in deltas:

@@ -1,5 +1,5 @@
-"""CUDA part of the attention kernels: the templates' words, and products of tiles for matrix units of 16 by 8 numbers
-(compute capability 8).
+"""CUDA part of the attention kernels: text for the templates' placeholders, and products of tiles for matrix units of
+16 by 8 numbers (compute capability 8).
 
 A `Word` is one operand of a lane: two numbers of 16 bits, or one number of 32 bits. A product of tiles takes eight
 words of a row, in any order that is the same for both factors, so each lane loads words that are adjacent in memory.

@@ -23,9 +23,9 @@ from worker.attention.kernel_text import (
     source,
 )
 
-# Maximum number of new tokens per row. On Metal, MLX's attention of more tokens compiles nothing for a new length. On
-# CUDA, cuDNN's plan for a new length takes 45 to 70 ms, and MLX's attention without cuDNN was slower than these kernels
-# (H100).
+# Maximum number of new tokens per row for which these kernels are used. On Metal, MLX's attention of more tokens
+# compiles nothing for a new length. The limit is higher on CUDA, where cuDNN's plan for a new length takes 45 to 70 ms
+# and MLX's attention without cuDNN was slower than these kernels (H100).
 METAL_TOKENS_MAX: Final = 16
 CUDA_TOKENS_MAX: Final = 512
 # Maximum size of the partial sums of a pass. They grow with the pass's number of tokens times the number of slots.

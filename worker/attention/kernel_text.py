@@ -2,15 +2,15 @@
 
 First pass: a block computes one row, one KV head, one split of `SPLIT` slots, and one tile of queries. A query is a
 head of the KV head's group at one of the row's new tokens. Each of the block's `CHAINS` warps takes every fourth tile
-of slots of the split, with its own online softmax; then the sums of the warps are added in order.
-Second pass: the sums of the splits are added, also by warps in a fixed order, with the sink. The boundaries of sums
-depend only on slots: not on the other rows, their number, the longest length, or the number of new tokens. So a row has
-the same bits in any batch.
+of slots of the split, with its own online softmax; then the sums of the warps are added in order. Second pass: the sums
+of the splits are added, also by warps in a fixed order, with the sink. The boundaries of sums depend only on slots: not
+on the other rows, their number, the longest length, or the number of new tokens. So a row has the same bits in any
+batch.
 
-The languages differ in a table of words, and in a header with the products of small tiles, which use the matrix units:
-16 by 8 numbers in CUDA, 8 by 8 in Metal. In both, a lane holds the same part of their results: `HELD` rows, and two
-adjacent columns of every 8. Dimensions are ordered for loads: column n of fragment f is dimension
-`f / W * 8 * W + n * W + f % W`, so a lane reads a row in runs of `W` numbers.
+CUDA and Metal differ in the text for the template's placeholders, and in a header with the products of small tiles,
+which use the matrix units: 16 by 8 numbers in CUDA, 8 by 8 in Metal. In both, a lane holds the same part of the product
+of two tiles: `HELD` rows, and two adjacent columns of every 8. Dimensions are ordered for loads: column n of fragment f
+is dimension `f / W * 8 * W + n * W + f % W`, so a lane reads a row in runs of `W` numbers.
 """
 
 from collections.abc import Mapping
@@ -287,7 +287,8 @@ SUM_BODY: Final = Template("""
 
 
 def source(body: Template, words: Mapping[str, str]) -> str:
-    """Return a kernel's source in the language with these words. Raises `KeyError` for a word that the language
-    lacks."""
+    """Return a kernel's source in one language, whose `words` replace the template's placeholders. Raises `KeyError`
+    for a placeholder without a word.
+    """
     sizes = {"split": SPLIT, "chains": CHAINS, "tile": TILE, "summers": SUMMERS}
     return body.substitute(words, **{name: str(size) for name, size in sizes.items()})

@@ -1,5 +1,6 @@
-"""Metal part of the attention kernels: the templates' words, and products of tiles for matrix units of 8 by 8
-floats."""
+"""Metal part of the attention kernels: text for the templates' placeholders, and products of tiles for matrix units of
+8 by 8 floats.
+"""
 
 from typing import Final
 

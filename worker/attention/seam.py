@@ -2,8 +2,8 @@
 
 mlx-lm's attention modules call its `scaled_dot_product_attention`, which a cache cannot override. These modules are
 already wrapped for packed passes. If the code of a wrapped module refers to that function, the wrapper runs the same
-code with `AttentionSwitch` under its name, which calls a kernel where one applies, and otherwise mlx-lm's function.
-The library and its modules are not modified.
+code with an `AttentionSwitch` in place of that function. The switch calls a kernel where one applies, otherwise
+mlx-lm's function. The library and its modules are not modified.
 """
 
 from collections.abc import Callable, Generator, Set

@@ -8,7 +8,7 @@ import mlx.core as mx
 from worker.attention.kernel import GROUP, METAL_TOKENS_MAX, Attend, LayerKV, tokens_max
 from worker.attention.seam import AttentionForm
 
-# Lengths of the trial's rows, which lie on both sides of the boundaries of splits of slots.
+# Lengths of the trial's rows: within one split of slots, just below and at its end, and over several splits.
 LENGTHS: Final = (0, 5, 511, 512, 1300)
 _SLOTS: Final = 2048
 _TOKENS: Final = (1, 3, METAL_TOKENS_MAX)

@@ -1,4 +1,4 @@
-"""Intake of audio requests: validates a prompt and decodes it to a job. Runs off the loop's thread."""
+"""Intake of audio requests: validates and decodes each request and makes a job of it, off the loop's thread."""
 
 import hashlib
 from collections.abc import Callable, Generator, Iterator

@@ -47,7 +47,7 @@ class AudioLoop(TurnLoop[AudioJob]):
         self._model.compute_once()
 
     def _apply(self, limits: memory.ShareLimits) -> None:
-        """Apply the limits of the memory share. Clips get a part of the share, which shrinks under memory pressure."""
+        """Apply the limits of the memory share. The part of it that clips may use shrinks under memory pressure."""
         super()._apply(limits)
         order = self._share.order
         if not order.share_bytes:

@@ -206,4 +206,4 @@ def _parts(model: Any) -> list[Any]:
 
 
 def _nothing() -> None:
-    """Do nothing, as the check that is used outside a loop."""
+    """Do nothing. This is the `Check` for use outside a loop, where no request can end."""

@@ -22,7 +22,7 @@ from worker.vision.sounds import Reserve
 _DECODER_THREADS: Final = 2
 # Maximum number of clips that may overtake a clip which does not fit into memory yet.
 _MAX_TIMES_OVERTAKEN: Final = 32
-# Growth factor of the reservation of a clip of unknown length.
+# A clip that outgrows its reservation waits for at least this many times the reservation.
 _RESERVATION_GROWTH: Final = 2
 _MEMORY_FULL: Final = Failure(Code.BUSY, "the clips of other requests fill the memory for clips; try again")
 _QUEUE_FULL: Final = Failure(Code.BUSY, "the model's queue is full; try again")
@@ -34,7 +34,7 @@ class _NoRoom(Exception):
     """Raised when the clip that is being decoded needs more memory than is free."""
 
 
-class _Ended(Exception):
+class _RequestEnded(Exception):
     """Raised when the request of the clip that is being decoded has ended."""
 
 
@@ -171,7 +171,7 @@ class ClipQueue:
             del clip  # this frees the clip's large file; the next clip may arrive much later
 
     def _next(self) -> PendingClip:
-        """Return the next clip that fits into memory, after reserving its bytes."""
+        """Wait for a clip that fits into memory, reserve its bytes and return it."""
         changed = self._room.changed
         with changed:
             while True:
@@ -213,7 +213,7 @@ class ClipQueue:
             job = clip.decode(lambda size: self._reserve(clip, size))
         except _NoRoom:
             is_short = True
-        except _Ended:
+        except _RequestEnded:
             pass
         except BaseException:  # the request has ended, so its error is not needed
             if not clip.is_ended:
@@ -236,14 +236,14 @@ class ClipQueue:
 
     def _reserve(self, clip: PendingClip, size_bytes: int) -> None:
         """Reserve memory for a clip's samples. Raises `RequestInvalid` if the clip needs more than the model's limit,
-        and `_Ended`.
+        and `_RequestEnded`.
 
         Raises `_NoRoom` if other clips hold the memory; decoding then restarts when enough is free.
         """
         with self._room.changed:
             self._expire()
             if clip.is_ended:
-                raise _Ended
+                raise _RequestEnded
             if size_bytes <= clip.reserved:
                 return
             if size_bytes > self._room.alone_bytes:

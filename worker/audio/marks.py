@@ -1,4 +1,4 @@
-"""Control tokens in texts of clients, which the library of a model family would encode as control tokens."""
+"""Control tokens that clients write in texts. A model family's library would encode them as tokens, not as text."""
 
 import re
 import unicodedata

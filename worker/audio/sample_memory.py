@@ -7,9 +7,10 @@ from typing import Final
 
 from protocol.transcript import MAX_CLIP_BYTES, MIN_CLIP_BYTES
 
-# Minimum memory of a forward pass.
+# A forward pass is assumed to need at least this much memory.
 _MIN_PASS_BYTES: Final = 64 << 20
-# A forward pass may take the weights divided by this number. See PASS_BYTES in gateway/workers/memory/estimate.py.
+# A forward pass is assumed to need the size of the weights divided by this number. See PASS_BYTES in
+# gateway/workers/memory/estimate.py.
 _PASS_WEIGHTS_DIVISOR: Final = 8
 
 

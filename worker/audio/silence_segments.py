@@ -1,4 +1,6 @@
-"""Transcribers of mlx-audio that process one segment at a time: `generate` is called for windows that end at pauses."""
+"""Transcribers of mlx-audio that transcribe one window of audio per call of `generate`. Windows are cut at the quietest
+place near their end.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -19,7 +19,7 @@ Check = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class AudioWindow:
-    """Text of one window, which continues the previous window's text, and the window's tokens."""
+    """Text and tokens of one window. The text continues the previous window's text."""
 
     text: str
     tokens: Sequence[int]

@@ -29,12 +29,12 @@ from protocol.transcript import Segment, Word
 from worker.audio.marks import AddedTokens
 from worker.audio.transcriber import AudioWindow, Check, Samples
 
-# Temperatures in the order in which a window is decoded until decoding succeeds.
+# Temperatures at which a window is decoded, one after another, until decoding succeeds.
 _TEMPERATURES: Final = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 _MAX_COMPRESSION_RATIO: Final = 2.4
 _MIN_AVG_LOGPROB: Final = -1.0
 _MAX_NO_SPEECH_PROB: Final = 0.6
-# Maximum temperature at which a window's text is still part of the next window's prompt.
+# A window's text is part of the next window's prompt only if it was decoded at this temperature or a lower one.
 _MAX_PROMPT_TEMPERATURE: Final = 0.5
 _FRAMES_PER_SECOND: Final = SAMPLE_RATE // HOP_LENGTH
 # Length of the pieces in which features are computed, 10 minutes: computing an hour at once would take two gigabytes.
@@ -80,7 +80,7 @@ class _Features:
 
 
 @dataclass(slots=True)
-class _State:
+class _TranscriptState:
     """State of one transcript, owned by the generator that yields it."""
 
     seek: int = 0
@@ -121,7 +121,7 @@ class WhisperTranscriber:
         check()
         language = prompt.language or self._detected(features)
         tokenizer = model.get_tokenizer(language=language, task=task)
-        state = _State(tokens=tokenizer.encode(" " + prompt.text.strip()) if prompt.text.strip() else [])
+        state = _TranscriptState(tokens=tokenizer.encode(" " + prompt.text.strip()) if prompt.text.strip() else [])
         given = len(state.tokens)
         while state.seek < features.frames:
             mx.random.seed((sampling.seed + state.seek) % (1 << 64))
@@ -151,7 +151,7 @@ class WhisperTranscriber:
     def _window(
         self,
         features: _Features,
-        state: _State,
+        state: _TranscriptState,
         tokenizer: Any,
         options: DecodingOptions,
         temperatures: Sequence[float],
@@ -195,7 +195,9 @@ class WhisperTranscriber:
                 break
         return result
 
-    def _segments(self, result: Any, tokenizer: Any, state: _State, frames: int) -> tuple[list[dict[str, Any]], bool]:
+    def _segments(
+        self, result: Any, tokenizer: Any, state: _TranscriptState, frames: int
+    ) -> tuple[list[dict[str, Any]], bool]:
         """Split the tokens into segments by their timestamps, and advance `state.seek`.
 
         Also returns whether the whole window was used.
@@ -242,7 +244,13 @@ class WhisperTranscriber:
         return segments, is_closed
 
     def _time_words(
-        self, segments: list[dict[str, Any]], tokenizer: Any, mel: Any, frames: int, state: _State, is_closed: bool
+        self,
+        segments: list[dict[str, Any]],
+        tokenizer: Any,
+        mel: Any,
+        frames: int,
+        state: _TranscriptState,
+        is_closed: bool,
     ) -> None:
         """Add word timestamps, and adjust the segments and `state.seek` to these timestamps."""
         if not segments:

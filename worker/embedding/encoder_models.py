@@ -26,8 +26,8 @@ ACTIVATIONS: Final[dict[str, Callable[[mx.array], mx.array]]] = {
 
 @dataclass(frozen=True, slots=True)
 class EncoderShape:
-    """Sizes and variants of an encoder. `first_position` is the learned position of the first token, if positions are
-    learned.
+    """Sizes and variants of an encoder. `first_position` is the index of the first token's position embedding, if
+    positions are learned.
 
     `windows` and `thetas` have an entry for each layer; a window of 0 means full attention, a theta of 0 no rotation.
     """

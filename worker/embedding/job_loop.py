@@ -115,7 +115,7 @@ class JobLoop(TurnLoop[EmbeddingJob]):
                 self._finish(job, Finish.STOP)
 
     def _recover(self, group: Sequence[ResultPlace], error: Exception) -> None:
-        """Compute the group again in smaller parts; an item that fails alone ends the item's job."""
+        """Compute the group again in smaller parts. If a group of one item fails, the job of that item ends."""
         if self._survive(error):
             self._tokens = max(_MIN_PASS_TOKENS, self._tokens // 2)
             self._relaxes_at = time.monotonic() + _REGROW_INTERVAL_S

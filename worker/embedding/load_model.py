@@ -24,7 +24,7 @@ from worker.model.loader import cast, check_weights, explain, nbytes, read_confi
 from worker.model.memory import has_gpu
 from worker.vision.checkpoint import Contradiction, fold
 
-# Maximum size of an encoder that is computed in float32 on a GPU, too, because float16 would halve its precision.
+# Encoders up to this size are computed in float32 even on a GPU, because float16 would halve their precision.
 _MAX_FLOAT32_BYTES: Final = 1 << 30
 # Limits above this number of tokens count as no limit, because a tokenizer without a limit has a number such as 1e30.
 _UNLIMITED_TOKENS: Final = 1_000_000_000
@@ -129,7 +129,7 @@ def _compute(
     config: Mapping[str, Any],
     tokenizer: Any,
 ) -> tuple[Callable[[Sequence[EmbeddingInput]], Numbers], int]:
-    """Return the function from items to rows of numbers, and the length of a row."""
+    """Return the function that computes a row of numbers for each item, and the length of a row."""
     if steps is not None:
         head = PoolingHead(steps)
         width = head.width(int(config.get("hidden_size") or config.get("n_embd") or 0))
@@ -192,7 +192,9 @@ def _is_sigmoid(config: Mapping[str, Any]) -> bool:
 
 
 def _context(config: dict[str, Any], tokenizer: Any, own: int, longest: int, wanted: int) -> int:
-    """Return the lowest of the limits in config.json, the encoder's positions, the other files and the settings."""
+    """Return the context length: the lowest limit in config.json, the encoder's positions, the other files and the
+    settings.
+    """
     named = context_of(config)
     limit = getattr(tokenizer, "model_max_length", None)
     limits = [

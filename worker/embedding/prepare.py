@@ -1,6 +1,7 @@
-"""Intake of embedding requests: prompts, encoding and validation of a prompt to a job. Runs off the loop's thread.
+"""Intake of embedding requests: formats, encodes and validates each prompt and makes a job of it, off the loop's
+thread.
 
-MLX does no bounds checks, so every id that could reach it is checked here.
+MLX checks no bounds, so every token id that could reach it is checked here.
 """
 
 import threading
@@ -13,6 +14,7 @@ from protocol.kinds import EMBED
 from protocol.prompts import (
     ChatPrompt,
     EmbedPrompt,
+    NextTurnPrompt,
     Prompt,
     ScorePrompt,
     SpeechPrompt,
@@ -24,11 +26,8 @@ from protocol.to_worker import Detokenize, Generate, Tokenize
 from worker.embedding.job import EmbeddingInput, EmbeddingJob
 from worker.embedding.load_model import EmbeddingModel
 from worker.errors import RequestInvalid
+from worker.prompt.text_limits import MAX_CHARS_PER_TOKEN, check_countable, check_ids
 
-# Maximum number of characters per token of the context; longer text hardly ever fits the context.
-_MAX_CHARS_PER_TOKEN: Final = 8
-# Maximum length of a text whose tokens are counted, as a multiple of the text that fits the context.
-_MAX_COUNTED_CONTEXTS: Final = 4
 # Maximum size of an answer, which must fit into one frame.
 _MAX_ANSWER_BYTES: Final = 48 << 20
 _DEFAULT_INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
@@ -74,28 +73,25 @@ class Preparer:
         """Count or decode tokens. Raises `RequestInvalid`."""
         match request:
             case Detokenize(rid, ids):
-                self._check_ids(ids, "tokens")
+                check_ids(ids, "tokens", self._model.vocab_size)
                 with self._lock:
                     return Tokenized(rid, len(ids), text=self._tokenizer.decode(ids))
             case Tokenize(rid, prompt, want_ids):
-                ids = self._question(prompt)
+                ids = self._counted_ids(prompt)
                 return Tokenized(rid, len(ids), tuple(ids) if want_ids else ())
 
-    def _question(self, prompt: Prompt) -> Sequence[int]:
+    def _counted_ids(self, prompt: Prompt) -> Sequence[int]:
         match prompt:
             case TokensPrompt(ids):
-                self._check_ids(ids, "prompt")
+                check_ids(ids, "prompt", self._model.vocab_size)
                 return ids
             case TextPrompt(text, adds_special=adds_special):
-                most = _MAX_COUNTED_CONTEXTS * _MAX_CHARS_PER_TOKEN * self._model.max_context
-                if len(text) > most:
-                    message = f"The text has {len(text)} characters; tokens are counted of at most {most} at once."
-                    raise RequestInvalid(Code.INVALID_REQUEST, message, param="prompt")
+                check_countable(text, "prompt", self._model.max_context)
                 if adds_special:
                     return self._encode([text], 0)[0].ids
                 with self._lock:
                     return self._ids(text)
-            case ChatPrompt() | EmbedPrompt() | ScorePrompt() | TranscribePrompt() | SpeechPrompt():
+            case ChatPrompt() | NextTurnPrompt() | EmbedPrompt() | ScorePrompt() | TranscribePrompt() | SpeechPrompt():
                 raise self._wrong_kind()
 
     # -- embeddings --------------------------------------------------------------------------------------------------
@@ -116,13 +112,13 @@ class Preparer:
             if isinstance(given, str):
                 items.append(next(encoded))
                 continue
-            self._check_ids(given, f"input[{at}]")
+            check_ids(given, f"input[{at}]", self._model.vocab_size)
             items.append(EmbeddingInput(given[:most] if most else given))
         self._check_items(items, "input")
         return items
 
     def _dimensions(self, prompt: EmbedPrompt) -> int:
-        """Return the number of dimensions of each vector that are sent; 0 means all. Raises `RequestInvalid`."""
+        """Return how many dimensions of each vector are sent; 0 means all. Raises `RequestInvalid`."""
         info, steps = self._model.embedding, self._model.steps
         assert info is not None
         assert steps is not None
@@ -206,7 +202,7 @@ class Preparer:
 
     def _bounded(self, text: str) -> str:
         """Return only the beginning of a text that is too long: encoding all of it could take seconds."""
-        start = text[: _MAX_CHARS_PER_TOKEN * (self._model.max_context + 1)]
+        start = text[: MAX_CHARS_PER_TOKEN * (self._model.max_context + 1)]
         is_whole = len(start) == len(text) or len(self._ids(start)) <= self._model.max_context
         return text if is_whole else start
 
@@ -237,16 +233,7 @@ class Preparer:
                     param=where,
                     numbers=(len(item.ids), longest),
                 )
-            self._check_ids(item.ids, where)
-
-    def _check_ids(self, ids: Sequence[int], param: str) -> None:
-        if not ids:
-            return
-        token = min(ids) if min(ids) < 0 else max(ids)
-        if not 0 <= token < self._model.vocab_size:
-            size = self._model.vocab_size
-            message = f"{param} names token id {token}, outside of the model's vocabulary of {size}"
-            raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
+            check_ids(item.ids, where, self._model.vocab_size)
 
     def _wrong_kind(self) -> RequestInvalid:
         is_embedder = self._model.kind == EMBED

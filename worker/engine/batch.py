@@ -5,25 +5,25 @@ import time
 from collections import abc
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Final
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import StopSequences, generation_stream
 
-from worker.engine.decode_batch import MAX_RECURRENT_BLOCK_TOKENS, PAIR_TOKENS
+from worker.engine.decode_batch import MAX_RECURRENT_BLOCK_TOKENS
 from worker.engine.generator import Generator
-from worker.engine.row import BatchSequence, Row, Token
+from worker.engine.row import BatchSequence, Row
 from worker.engine.row_media import RowMedia
 from worker.engine.row_prefixes import RowPrefixes
 from worker.engine.scheduling.kv_budget import KvCost
-from worker.engine.scheduling.pass_time import PassTime
+from worker.engine.step_output import StepOutput
 from worker.errors import is_allocation_failure, is_fabric_fault, is_gpu_fault
 from worker.kv import batched
 from worker.kv.quantized import make_caches
 from worker.model.batch_mode import BatchMode
 from worker.model.division import agreement_of
+from worker.prefix_cache.evictions import SCORED
 from worker.prefix_cache.prefix import PrefixCache
 from worker.prefix_cache.radix_tree import common_prefix
 from worker.sampling.penalties import processors
@@ -39,29 +39,10 @@ log = logging.getLogger("mlxd.worker")
 # Prompts with more tokens are written to disk at the end of their prefill, because a successor of this worker may have
 # to resume the row.
 EARLY_STORE_TOKENS: Final = 1024
-# Waiting for another row's prefill pays off if the common prefix has about this many tokens.
+# Waiting for another row's prefill pays off if the common prefix has at least about this many tokens.
 MIN_SHARED_TOKENS: Final = 64
 # A step waits at most this long for a mask if all rows wait for their masks.
 MASK_WAIT_S: Final = 0.05
-
-
-@dataclass(slots=True, frozen=True)
-class StepOutput:
-    """Results of one step; `timed` are the forward passes whose time became known.
-
-    `returned` are rows that have left the batch to wait for their media in the queue. `scoring` are rows with new
-    log-probabilities of their prompt, `scored` are rows that have all log-probabilities of their prompt and no output
-    yet.
-    """
-
-    tokens: list[Token]
-    progress: list[tuple[Row, int, int]]
-    broken: list[tuple[Row, Exception]]
-    prefilled: int
-    timed: Sequence[PassTime]
-    returned: list[Row]
-    scored: list[tuple[Row, Scores]]
-    scoring: list[tuple[Row, Scores]]
 
 
 class Batch:
@@ -81,6 +62,7 @@ class Batch:
         vision: Vision | None = None,
         encoder: MediaEncoder | None = None,
         table_rows: int = 0,
+        pass_tokens: int = 0,
     ) -> None:
         # Cost of KV; None until the first row, which is the warm-up's, has ended.
         self.kv_cost: KvCost | None = None
@@ -91,7 +73,6 @@ class Batch:
         self._media = RowMedia(vision, encoder)
         # All sequences, in the order of insertion.
         self._sequences: list[BatchSequence] = []
-        # Sequences in prefill.
         self._prefilling: list[BatchSequence] = []
         # Sequences that are out of the generator until their mask is ready.
         self._parked: list[BatchSequence] = []
@@ -102,7 +83,7 @@ class Batch:
         self._eos_ids = tuple(eos_ids)
         can_verify = mode is BatchMode.TOGETHER and batched.can_rewind(make_caches(model))
         self._drafter: Drafter = drafter if drafter is not None and can_verify else Drafter()
-        self._generator = Generator(model, self._sampler, mode, self._drafter)
+        self._generator = Generator(model, self._sampler, mode, self._drafter, pass_tokens)
         self._drafter.begin(self._sampler.guess, self._generator.generating)
         self._prefixes = RowPrefixes(cache)
 
@@ -142,7 +123,7 @@ class Batch:
     def widest_step(self) -> int:
         """Maximum number of tokens of a row in one step."""
         widest = self._drafter.widest
-        return max(widest, MAX_RECURRENT_BLOCK_TOKENS) if widest > 1 else PAIR_TOKENS
+        return max(widest, MAX_RECURRENT_BLOCK_TOKENS) if widest > 1 else 1
 
     @property
     def kv_bytes(self) -> int:
@@ -165,7 +146,7 @@ class Batch:
             return False
         keys = row.keys()[:-1]
         if row.ticket is not None:
-            self._cache.attach(keys, row.cache_salt, row.ticket)
+            self._cache.attach(keys, row.cache_salt, row.ticket, row.rid)
         return not self._media.is_ready(row, self._cache.longest(keys, row.cache_salt, row.whole), is_first=is_first)
 
     def is_prefilling_prefix_of(self, row: Row) -> bool:
@@ -203,12 +184,15 @@ class Batch:
             self._store_running(keys, row.cache_salt)
             with mx.stream(generation_stream):
                 reused, caches = self._cache.fetch(
-                    row.reusable, row.cache_salt, ticket, row.whole if row.media else None
+                    row.reusable,
+                    row.cache_salt,
+                    ticket,
+                    row.whole if row.media or row.questions else None,
+                    row.rid,
                 )
         if not self._media.is_ready(row, reused):
             return False
-        if row.stats.cached is None:
-            row.stats.cached = 0 if row.output else reused
+        row.stats.insert(self._cache.lookup if scores is None else SCORED, is_resumed=bool(row.output))
         own = processors(row.sampling, len(row.prompt), row.words, self._eos_ids)
         guards = [Guard(processor) for processor in (*row.processors, *own)]
         segments, marks = self._prefixes.segments(row, tokens, reused)
@@ -231,6 +215,7 @@ class Batch:
         self._generator.insert(sequence)
         self._sequences.append(sequence)
         self._prefilling.append(sequence)
+        self._cache.make_room_for(len(self._sequences))
         sequence.row.sequence = sequence
 
     def _stops(self, row: Row) -> StopSequences:
@@ -289,8 +274,10 @@ class Batch:
         with mx.stream(generation_stream):
             with self._keeping(row):
                 caches, tokens = self._generator.extract(sequence)
-                # A checkpoint inside a medium is useless, and would hide the checkpoints before it.
+                # A checkpoint inside a medium is never reused, and would hide the checkpoints before it.
                 is_usable = not self._cache.needs_checkpoints or row.whole(len(tokens)) == len(tokens)
+                # A row with questions has stored its prompt already, up to the end of a slice.
+                is_usable = is_usable and row.questions is None
                 if len(tokens) > sequence.reused and is_usable:
                     self._prefixes.keep(row, tokens, caches)
             self._generator.discard([sequence])
@@ -310,6 +297,7 @@ class Batch:
         progress: list[tuple[Row, int, int]] = []
         scored: list[tuple[Row, Scores]] = []
         scoring: list[tuple[Row, Scores]] = []
+        answered: list[Row] = []
         prefilled = 0
         for part in prompted:
             sequence = part.sequence
@@ -317,6 +305,8 @@ class Batch:
                 scored.append((sequence.row, part.scores))
                 continue
             prefilled += part.count
+            if part.is_answered:
+                answered.append(sequence.row)
             if part.is_prompt_end:
                 self._prefilling.remove(sequence)
             self._media.release(sequence)
@@ -330,7 +320,9 @@ class Batch:
         broken = [(sequence.row, error) for sequence in watched if (error := _error(sequence)) is not None]
         self._end([token.row for token in tokens if token.ended is not None])
         self._park()
-        return StepOutput(tokens, progress, broken, prefilled, self._generator.timed, returned, scored, scoring)
+        return StepOutput(
+            tokens, progress, broken, prefilled, self._generator.timed, returned, scored, scoring, answered
+        )
 
     def _end(self, rows: Sequence[Row]) -> None:
         """Forget rows that ended, except their KV, which `settle` stores."""
@@ -352,11 +344,9 @@ class Batch:
             self._generator.compact()
 
     def account(self, row: Row) -> None:
-        """Add the row's newest counts of predicted and accepted tokens to its statistics."""
+        """Add the row's newest counts of drafted and accepted tokens to its statistics."""
         if row.sequence is not None:
-            predicted, accepted = row.sequence.draft.take_prediction_counts()
-            row.stats.predicted += predicted
-            row.stats.accepted += accepted
+            row.stats.add_drafts(row.sequence.draft.take_counts())
 
     def settle(self) -> None:
         """Store the KV of rows that ended. `step` does not do this itself, so that clients get their answers first."""
@@ -381,11 +371,12 @@ class Batch:
             if sequence is not None:
                 self._take_out(sequence)
                 self._parked.append(sequence)
+                sequence.row.stats.wait_for_grammar()
 
     def _unpark(self) -> list[Row]:
         """Insert the rows again whose masks have become ready. If all rows are parked, first wait for a mask.
 
-        Returns the rows whose KV and media features are gone; these rows must wait for their media.
+        Returns the rows that must wait for their media, because their KV and media features are gone.
         """
         returned: list[Row] = []
         if self._parked and len(self._parked) == len(self._sequences):
@@ -408,14 +399,15 @@ class Batch:
     def _checkpoint(self, sequence: BatchSequence, is_prompt_end: bool) -> None:
         """Store a prompt for later requests while its row still runs.
 
-        The checkpoint is before the last token. A cached prompt must leave one token to run, and the row has not joined
-        the decode rows yet: a copy from their caches would briefly hold the KV of all of them twice. If caches can be
-        cut, a short prompt is only stored when a request can reuse it.
+        The checkpoint leaves out the last token, because a cached prompt must leave one token to run. It is taken
+        before the row joins the decode rows, because a copy from their caches would briefly hold the KV of all of them
+        twice. If caches can be cut, a short prompt is stored only when a request can reuse it.
         """
         row = sequence.row
         if row.kept is not None:
             return
-        is_lazy = not self._cache.needs_checkpoints and len(row.tokens()) <= EARLY_STORE_TOKENS
+        is_short = not self._cache.needs_checkpoints and len(row.tokens()) <= EARLY_STORE_TOKENS
+        is_lazy = is_short and row.questions is None
         if is_prompt_end:
             sequence.is_unstored = is_lazy
             return
@@ -439,6 +431,7 @@ class Batch:
             if sequence in sequences:
                 sequences.remove(sequence)
         self._drafter.discard(sequence)
+        self._cache.make_room_for(len(self._sequences))
         sequence.row.sequence = None
 
 

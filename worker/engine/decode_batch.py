@@ -21,17 +21,13 @@ from worker.engine.scheduling.pass_time import PassTime
 from worker.engine.sequence_group import SequenceGroup
 from worker.kv import batched, ragged
 from worker.model import memory
-from worker.model.division import agreement_of
 from worker.sampling.sampler import RowSampler
 from worker.speculation.drafter import Drafter
-from worker.speculation.policy.draft_width import FasterOfTwo
 from worker.structured.masks import constrains
 
-# Maximum number of tokens of a row's block if the model has recurrent layers, which run the accepted tokens of a partly
-# rejected block again.
+# Maximum number of tokens of a row's verify block if the model has recurrent layers: after a partial rejection, they
+# run the accepted tokens again.
 MAX_RECURRENT_BLOCK_TOKENS: Final = 16
-# CUDA's attention of one token under a mask is slow. A step of two tokens, one of them padding, can be faster.
-PAIR_TOKENS: Final = 2
 
 
 @dataclass(slots=True)
@@ -41,10 +37,8 @@ class _PendingStep:
     rows: int
     prompted: int
     launched: float
-    # Whether each row had a second token, which is padding; None if there was no choice.
-    is_pair: bool | None
-    # Time at which the step ended, if that is known before its tokens are read: if the loop rests, and on a CPU, where
-    # a launch returns when almost all of the step has run.
+    # Time at which the step ended, if it is known before the step's tokens are read. It is known if the loop rests, and
+    # on a CPU, where a launch returns when almost all of the step has run.
     ended: float = 0.0
 
 
@@ -100,13 +94,10 @@ class DecodeBatch(SequenceGroup):
         self._sampler = sampler
         self._drafter = drafter
         self._is_recurrent = False
-        self._is_plain = False
         self._inputs: mx.array | None = None
         # Log-probabilities of the sampled inputs.
         self._logprobs: list[mx.array] = []
-        self._pairs = FasterOfTwo()
         self._has_gpu = memory.has_gpu()
-        self._is_divided = agreement_of(model) is not None
         # Plain step that sampled the inputs; None if its time cannot be measured.
         self._pending: _PendingStep | None = None
         # Time at which the newest forward pass that was waited for ended.
@@ -125,7 +116,6 @@ class DecodeBatch(SequenceGroup):
             sequence.context = Context(known) if sequence.processors else None
         self.extend(rows)
         self._is_recurrent = batched.is_recurrent(self.caches)
-        self._is_plain = batched.is_plain(self.caches)
         self._inputs = last if self._inputs is None else mx.concatenate([self._inputs, last])
         self._logprobs += [last] * len(rows)
 
@@ -170,8 +160,9 @@ class DecodeBatch(SequenceGroup):
     def _time_block(
         self, block: "_Block", tokens: int, began: float, drafted: float, prefill: ForwardPart | None
     ) -> None:
-        """Measure a block from its launch to its end. Nothing runs while the block's tokens are sent, so the next block
-        of as many rows includes the time for sending."""
+        """Measure a block from its launch to its end. Nothing runs while a block's tokens are sent, so the time for
+        sending the previous block's tokens is added if that block had as many rows.
+        """
         rows, before, last = len(block.rows), self._block_rows, self.ended
         self._block_rows, self.ended = rows, time.perf_counter()
         seconds = self.ended - drafted + (began - last if before == rows else 0.0)
@@ -187,20 +178,14 @@ class DecodeBatch(SequenceGroup):
         self.ended = pending.ended or time.perf_counter()
         seconds = self.ended - max(last, pending.launched)
         self.timed.append(PassTime(seconds, pending.rows, 1, pending.rows, pending.prompted))
-        if pending.is_pair is not None and not pending.prompted:
-            self._pairs.observe(pending.rows, pending.is_pair, seconds)
 
     def _plain(self, inputs: mx.array, prefill: ForwardPart | None) -> list[Token]:
         """Launch the next plain step, then read the tokens that are its inputs."""
-        is_pair = self._choose_pair()
-        tokens, pending = inputs[:, None], _PendingStep(len(self), sum(prefill.lengths) if prefill else 0, 0.0, is_pair)
-        if is_pair:
-            tokens = mx.concatenate([tokens, mx.zeros_like(tokens)], axis=1)
-        part = ForwardPart(self.sequences, tokens, self.caches, [1] * len(self))
+        pending = _PendingStep(len(self), sum(prefill.lengths) if prefill else 0, 0.0)
+        part = ForwardPart(self.sequences, inputs[:, None], self.caches, [1] * len(self))
         logits = forward(self._model, part, prefill)
         # The time is taken before the launch: if nothing else runs, the step begins before its launch returns.
         pending.launched = time.perf_counter()
-        batched.rewind(self.caches, part.excess)
         logprobs, targets, contexts = self._targets(None, inputs, logits)
         given, self._logprobs, self._inputs = self._logprobs, list(logprobs[:, 0]), targets[:, 0]
         mx.async_eval(self._inputs, self._logprobs, contexts)
@@ -218,13 +203,6 @@ class DecodeBatch(SequenceGroup):
                 sampled.append(Token(sequence.row, token, logprob, sequence.ends(token)))
             sequence.has_begun = True
         return sampled
-
-    def _choose_pair(self) -> bool | None:
-        """Return whether to pad a plain step to two tokens per row; None if only one width is possible."""
-        if not ragged.sees_room or not self._is_plain or batched.is_level(self.caches):
-            return None
-        # Ranks of a group must choose alike, but each measures its own times.
-        return True if self._is_divided else self._pairs.choose(len(self))
 
     def _draft(self, inputs: mx.array) -> "_Block | None":
         """Return the next verify block; None if no row has a draft or owes tokens."""

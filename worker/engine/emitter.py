@@ -1,15 +1,17 @@
 """Emitter of step results: the output of its rows, as messages to their clients."""
 
 import logging
+from array import array
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Protocol
 
 from protocol.failures import Code, Failure
-from protocol.from_worker import Finish, Progress, TokenLogprob
-from worker.engine.batch import StepOutput
+from protocol.from_worker import Delta, Finish, Progress, TokenLogprob
 from worker.engine.outbox import Outbox
 from worker.engine.output import OutputWriter, TokenOutput
 from worker.engine.row import Row, Token
+from worker.engine.step_output import StepOutput
 from worker.errors import RequestInvalid
 from worker.output.encodable import encodable
 from worker.sampling.logprobs import LogprobReader
@@ -40,7 +42,11 @@ class Emitter:
         """Send the results of a step; `close_reasoning` is called for a row at the end of its reasoning budget."""
         for row, done, total in output.progress:
             if row.want_progress:
-                self._outbox.send(Progress(row.rid, done, total, row.stats.cached or 0))
+                elapsed_ms = int((now - row.stats.admitted) * 1e3)
+                self._outbox.send(Progress(row.rid, done, total, row.stats.cached or 0, elapsed_ms))
+            # The prefix cache leaves out the last token, so a row that only prefills ends before that one.
+            if row.only_prefills and done + 1 >= total:
+                self._finish(row, Finish.LENGTH)
         for row, scores in output.scoring:
             self._send_scores(row, scores)
         for row, scores in output.scored:
@@ -51,6 +57,11 @@ class Emitter:
             row.report.scored_top = None
             if row.max_tokens <= len(row.output):
                 self._finish(row, Finish.LENGTH)
+        for row in output.answered:
+            if not row.is_finished and row.questions is not None:
+                data = array("f", chain.from_iterable(row.questions.answers)).tobytes()
+                self._outbox.add(Delta(row.rid, data=data))
+                self._finish(row, Finish.STOP)
         closed: set[Row] = set()
         for token, logprob in zip(output.tokens, self._read_logprobs(output.tokens), strict=True):
             if token.row.is_finished or token.row in closed:

@@ -78,6 +78,8 @@ def _keep_hidden_states(model: Any, parts: Sequence[ForwardPart], shapes: Sequen
     capture = capture_of(model)
     if capture is None or not (taken := capture.take_inputs()):
         return
+    if any(sequence.row.questions is not None for part in parts for sequence in part.sequences):
+        return  # rows with questions have no drafts
     for part, states in zip(parts, zip(*(split(state, shapes) for state in taken), strict=True), strict=True):
         pairs = zip(part.sequences, part.lengths, strict=True)
         left = [max(0, sum(map(len, sequence.segments)) - length) for sequence, length in pairs]

@@ -14,6 +14,7 @@ from mlx_lm.generate import generation_stream
 
 from worker.engine.decode_batch import DecodeBatch
 from worker.engine.forward import ForwardPart, can_pack, forward, has_media
+from worker.engine.question_rows import QuestionRows
 from worker.engine.row import BatchSequence, Token
 from worker.engine.scheduling.pass_time import PassTime
 from worker.engine.scoring import ScoredRows
@@ -37,6 +38,8 @@ class PrefillProgress:
     is_prompt_end: bool
     # Scores of a scored prompt, once they are complete.
     scores: Scores | None = None
+    # Whether all questions of the row are answered.
+    is_answered: bool = False
 
 
 class Generator:
@@ -46,14 +49,19 @@ class Generator:
     fused with the decode step, the step has one forward pass, else two.
     """
 
-    def __init__(self, model: Any, sampler: RowSampler, mode: BatchMode, drafter: Drafter) -> None:
+    def __init__(
+        self, model: Any, sampler: RowSampler, mode: BatchMode, drafter: Drafter, pass_tokens: int = 0
+    ) -> None:
         self._model = model
+        # Maximum number of tokens of a forward pass; 0 means no limit.
+        self._pass_tokens = pass_tokens
         self._mode = mode
         # Sequences are grouped by phase. `_waiting` has inserted sequences, `_prefill` and `_scored` have sequences
-        # whose prompts are running, and `_decode` has those past their prompt.
+        # whose prompts are running, `_asked` has those with questions, and `_decode` has those past their prompt.
         self._waiting: deque[BatchSequence] = deque()
         self._prefill = SequenceGroup()
         self._scored = ScoredRows(model)
+        self._asked = QuestionRows(model)
         self._drafter = drafter
         self._decode = DecodeBatch(model, sampler, drafter)
         # Forward passes whose time became known in the newest step.
@@ -68,7 +76,7 @@ class Generator:
     @property
     def _groups(self) -> list[SequenceGroup]:
         """Groups of all rows, except inserted rows that have not run yet."""
-        return [self._prefill, self._decode, *self._scored.rows]
+        return [self._prefill, self._decode, *self._scored.rows, *self._asked.rows]
 
     def generating(self) -> tuple[list[BatchSequence], list[Any]]:
         """Return the sequences past their prompt, in the order of their rows in the caches, and the caches."""
@@ -96,6 +104,7 @@ class Generator:
             leaving = [at for at, sequence in enumerate(rows.sequences) if sequence in sequences]
             rows.keep(batched.without(len(rows), leaving))
         self._scored.discard(sequences)
+        self._asked.discard(sequences)
 
     def compact(self) -> None:
         """Free KV memory that no sequence uses any more."""
@@ -124,7 +133,7 @@ class Generator:
                 prompted += [self._advance(*each) for each in zip(prompts.sequences, prompts.lengths, strict=True)]
             if reads:
                 self._read(reads)
-            return prompted + self._run_scored(chunk), sampled
+            return prompted + self._run_scored(chunk) + self._run_asked(), sampled
 
     def wait(self) -> None:
         """Wait until all launched work has ended."""
@@ -140,17 +149,36 @@ class Generator:
                 return
             sequences = [self._waiting.popleft()]
         else:
-            sequences, self._waiting = list(self._waiting), deque()
+            sequences = self._fitting()
+            for _ in sequences:
+                self._waiting.popleft()
         for sequence in sequences:
             if sequence.scores is not None:
                 self._scored.add(sequence, is_single=single)
-        sequences = [sequence for sequence in sequences if sequence.scores is None]
+            elif sequence.row.questions is not None:
+                self._asked.add(sequence, is_single=single)
+        sequences = [each for each in sequences if each.scores is None and each.row.questions is None]
         if not sequences:
             return
         caches = sequences[0].caches if single else batched.merge([sequence.caches for sequence in sequences])
         for sequence in sequences:
             sequence.caches = []
         self._prefill.extend(SequenceGroup(sequences, caches))
+
+    def _fitting(self) -> list[BatchSequence]:
+        """Return the first waiting sequences whose media fit one pass. No chunk may cut such a medium, and a pass has a
+        place for each of its tokens in every row."""
+        if not self._pass_tokens:
+            return list(self._waiting)
+        fitting: list[BatchSequence] = []
+        rows = len(self._prefill)
+        longest = max((sequence.longest_whole for sequence in self._prefill.sequences), default=0)
+        for sequence in self._waiting:
+            rows, longest = rows + 1, max(longest, sequence.longest_whole)
+            if rows > 1 and rows * longest > self._pass_tokens:
+                break
+            fitting.append(sequence)
+        return fitting
 
     def _join(self) -> list[PrefillProgress]:
         """Move rows that have only the last token of their prompt left to the decode rows."""
@@ -180,11 +208,29 @@ class Generator:
                 prompted.append(PrefillProgress(sequence, 0, False, False, scores))
         return prompted
 
+    def _run_asked(self) -> list[PrefillProgress]:
+        """Run a slice of each prompt with questions, or a pass of its questions; only of one row while other rows
+        generate."""
+        prompted: list[PrefillProgress] = []
+        for rows in self._asked.due(is_alone=not len(self._decode)):
+            sequence = rows.sequences[0]
+            self._decode.finish()
+            if sequence.is_prefilled:
+                count = self._asked.ask(rows)
+                prompted.append(PrefillProgress(sequence, count, False, False, is_answered=not count))
+            else:
+                prompted.append(self._advance(sequence, self._asked.run(rows)))
+            self._decode.end_pass()
+        return prompted
+
     def _chunk(self, most: int) -> ForwardPart | None:
         """Return a pass over at most `most` next tokens of each prompt; None if there are no prompts."""
         sequences = self._prefill.sequences
         if not sequences:
             return None
+        if self._pass_tokens:  # `most` may have been widened for a medium of a sequence that still waits
+            longest = max(sequence.longest_whole for sequence in sequences)
+            most = min(most, max(self._pass_tokens // len(sequences), longest))
         if self._mode is BatchMode.EQUAL:  # a chunk that is no longer than the rest of any prompt needs no padding
             most = min(most, *(len(sequence.segments[0]) for sequence in sequences))
         parts = [sequence.segments[0][:most] for sequence in sequences]

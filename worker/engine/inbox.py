@@ -35,8 +35,9 @@ class WakeUp(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AdapterOrder:
-    """Command to have exactly these adapters, by name and folder. `read` maps each new adapter to its files, or to its
-    failure."""
+    """Command to set the adapters, given by name and folder. `read` maps each new adapter to its files, or to its
+    failure.
+    """
 
     call_id: int
     wanted: tuple[tuple[str, str], ...]
@@ -62,16 +63,21 @@ class EngineInbox:
         self._queue.put(command)
 
     def note_answer(self, now: float) -> None:
-        """Note that a client got its answer, and may send its next request soon."""
+        """Record that a client got its answer, and may send its next request soon."""
         self._answered.append(now)
 
-    def take(self, *, is_idle: bool, is_waiting: bool, rest_s: float = 0.0) -> list[Command]:
-        """Return all waiting commands. If the engine is idle, block until there is a command. If all rows wait for
-        other work or the engine rests, block for at most a short time or `rest_s`."""
+    def take(
+        self, idle_s: float | None = None, *, is_idle: bool, is_waiting: bool, rest_s: float = 0.0
+    ) -> list[Command]:
+        """Return all waiting commands. If the engine is idle, block until there is a command, but at most for `idle_s`
+        seconds unless that is None. If all rows wait for other work, or the engine rests, block only for a limited
+        time.
+        """
         commands: list[Command] = []
         if is_idle:
-            commands.append(self._queue.get())
-            self._gather(commands)
+            with suppress(Empty):
+                commands.append(self._queue.get(timeout=idle_s))
+                self._gather(commands)
         elif is_waiting or rest_s:
             with suppress(Empty):
                 commands.append(self._queue.get(timeout=max(rest_s, WAIT_S if is_waiting else 0.0)))

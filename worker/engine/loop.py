@@ -23,9 +23,8 @@ from protocol.spec import WorkerSpec
 from protocol.to_worker import SetMemory, SetPace
 from worker.engine.adapter_orders import AdapterOrders
 from worker.engine.batch import Batch
-from worker.engine.capabilities import reader_of, rows_at_once, speculation_of
+from worker.engine.capabilities import pacer_of, reader_of, rows_at_once, speculation_of
 from worker.engine.emitter import Emitter
-from worker.engine.forward import can_pack
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import AdapterOrder, Command, EngineInbox, WakeUp
 from worker.engine.load_checks.self_check import refusal
@@ -34,14 +33,14 @@ from worker.engine.output import OutputWriter, TokenOutput
 from worker.engine.rank_peers import RankPeers
 from worker.engine.request_loop import RequestLoop
 from worker.engine.row import Row
+from worker.engine.scheduling.heartbeat import Heartbeat
 from worker.engine.scheduling.kv_budget import KvCost
 from worker.engine.scheduling.memory_limits import MemoryLimits
-from worker.engine.scheduling.pacer import Pacer
 from worker.engine.scheduling.queue import Queue
 from worker.engine.sparse_rows import SparseRows
 from worker.errors import StepFailed, foreign_code, is_allocation_failure, is_gpu_fault
-from worker.model.device import has_watchdog
 from worker.model.loader import LoadedModel
+from worker.model.pass_costs import PassCosts
 from worker.prefix_cache.block_events import BlockEventLog
 from worker.speculation.drafter import Drafter
 from worker.speculation.policy.speculator import Speculator
@@ -72,12 +71,12 @@ class Engine(RequestLoop[Row]):
         writer: OutputWriter,
         drafter: Drafter | None = None,
         keeps: str = "",
-        partners: RankPeers | None = None,
+        rank_peers: RankPeers | None = None,
         journal: BlockEventLog | None = None,
     ) -> None:
         super().__init__(spec, gauges, send)
         self._loaded = loaded
-        self._partners = partners
+        self._rank_peers = rank_peers
         self.speculation, drafts = speculation_of(loaded, spec)
         gauges.speculator = Speculator(loaded.proposer) if drafts else None
         if isinstance(drafter, Speculator):
@@ -85,7 +84,7 @@ class Engine(RequestLoop[Row]):
         self._drafter = drafter or gauges.speculator
         self._inbox = inbox
         wake = partial(inbox.put, WakeUp.UP)
-        self._memory = MemoryLimits(loaded, spec, gauges, wake, keeps, partners, journal)
+        self._memory = MemoryLimits(loaded, spec, gauges, wake, keeps, rank_peers, journal)
         self.cache, self.features = self._memory.cache, self._memory.features
         self.kept = kept = self._memory.kept
         self.max_running = rows_at_once(spec, kept, loaded.plan.mode)
@@ -97,10 +96,12 @@ class Engine(RequestLoop[Row]):
         self._is_waiting = False
         self._batch = self.new_batch()
         self._queue = Queue()
-        costs = gauges.speculator.costs if gauges.speculator is not None else None
-        self.pacer = Pacer(spec, costs, kept, can_fuse=can_pack(loaded.model), has_watchdog=has_watchdog())
-        self._context = 0
-        self._woke = 0.0
+        costs = kept.costs if kept is not None else gauges.speculator.costs if gauges.speculator else PassCosts()
+        if gauges.speculator is not None:
+            gauges.speculator.costs = costs
+        self.pacer = pacer_of(loaded, spec, costs, kept, self._batch.widest_step)
+        self.heartbeat = Heartbeat(loaded.model, spec.keep_warm_s)
+        self._context, self._woke = 0, 0.0
         self._emitter = Emitter(writer, self._outbox, self._finish)
         self._adapters = AdapterOrders(loaded, spec.epoch, self._memory, self._requests.values, self._apply_limits)
         self._recovered_at = float("-inf")
@@ -147,7 +148,7 @@ class Engine(RequestLoop[Row]):
         with foreign_code(refusal):
             self._batch.insert(silent_row(0, prompt, 2))
             while self._batch:
-                self._batch.step(self._spec.prefill_chunk)
+                self._batch.step(self.pacer.most(1))
             self._batch.settle()
             if self.cache.failure is not None:
                 raise self.cache.failure
@@ -174,10 +175,10 @@ class Engine(RequestLoop[Row]):
 
     def _take_commands(self) -> None:
         """Handle everything in the inbox; blocks only when there is nothing else to do."""
-        is_idle = self._is_idle
-        if is_idle:
+        if is_idle := self._is_idle:
             self._idle()
-        commands = self._inbox.take(is_idle=is_idle, is_waiting=self._is_waiting, rest_s=self.pacer.left_s())
+        take = partial(self._inbox.take, is_idle=is_idle, is_waiting=self._is_waiting, rest_s=self.pacer.left_s())
+        commands = self.heartbeat.take(take, self._guarded, is_idle=is_idle)
         self._gauges.busy_since = self._woke = time.monotonic()
         self._handle_all(commands)
 
@@ -185,9 +186,11 @@ class Engine(RequestLoop[Row]):
         match command:
             case SetMemory():
                 self._memory.share.change(command)
+                self.heartbeat.has_memory = command.cache_part == 1.0
                 self._apply_limits()
             case SetPace():
                 self.pacer.change(command)
+                self.heartbeat.has_power = command.may_keep_warm
             case AdapterOrder():
                 self._adapters.handle(command)
             case WakeUp():
@@ -209,15 +212,16 @@ class Engine(RequestLoop[Row]):
 
     @property
     def _is_full(self) -> bool:
-        return len(self._queue) >= self._spec.max_waiting
+        return len(self._queue) - len(self._batched) >= self._spec.max_waiting
 
     def _accepted(self, request: Row) -> Accepted:
-        return Accepted(request.rid, len(request.prompt), request.deviations, request.left_out)
+        return Accepted(request.rid, request.prompt_tokens, request.deviations, request.left_out)
 
     def _enqueue(self, request: Row) -> None:
         if (refusal := self._adapters.refusal(request)) is not None:
             self._outbox.send(Rejected(request.rid, refusal))
         else:
+            request.stats.rested_s = self.pacer.rested_s
             super()._enqueue(request)
 
     def _enter(self, request: Row) -> None:
@@ -226,7 +230,7 @@ class Engine(RequestLoop[Row]):
             self._outbox.add_prompt(request)
         if report.echo and not report.echo_sent and (report.scored_top is None or request.top_logprobs is None):
             self._outbox.add_echo(request)
-        if request.max_tokens <= len(request.output) and report.scored_top is None:
+        if request.max_tokens <= len(request.output) and report.scored_top is None and not request.only_prefills:
             self._finish(request, Finish.LENGTH)
         else:
             self._queue.push(request)
@@ -237,7 +241,8 @@ class Engine(RequestLoop[Row]):
         held: list[Row] = []
         while len(self._queue) and len(self._batch) < self.max_running and len(held) < _MAX_HELD_ROWS:
             row = self._queue.pop()
-            if not self._memory.kv.admits(self._batch.rows, row, self.sparse.needs(row)):
+            fits = self._memory.kv.admits(self._batch.rows, row, self.sparse.needs(row))
+            if not fits or self._first_to_yield([row]) is not None:
                 held.append(row)
                 break  # smaller rows that come later must not starve this row
             if self.sparse.must_wait(row) or self._batch.must_wait(row, is_first=not held):
@@ -260,7 +265,8 @@ class Engine(RequestLoop[Row]):
         except (MemoryError, RuntimeError) as error:  # MLX raises RuntimeError for memory that it cannot allocate
             if not is_allocation_failure(error):
                 raise
-            # Running rows stay: the caches are cleared and the medium is encoded once more.
+            # The encoder's next step tries the medium once more. `shrink` clears the caches and halves the KV limits,
+            # so rows may be preempted below. If it cannot halve them further, only the caches are cleared.
             if not self._memory.shrink(error, "the encode of a medium"):
                 self._memory.clear()
             self._apply_limits()
@@ -292,10 +298,14 @@ class Engine(RequestLoop[Row]):
                 self._emitter.fail(row, "its prompt was read by the draft model", error)
 
     def _make_room(self) -> None:
-        """Preempt rows until the next step fits memory. Their KV goes to the prefix cache."""
-        while (row := self._memory.kv.surplus(self._batch.rows, self.sparse.nbytes)) is not None:
-            log.info("row %d is preempted for older ones", row.rid)
+        """Preempt rows of batches beside others, then rows until the next step fits. KV goes to the prefix cache."""
+        while rows := self._batch.rows:
+            row = self._first_to_yield(reversed(rows)) or self._memory.kv.surplus(rows, self.sparse.nbytes)
+            if row is None:
+                break
+            log.info("row %d is preempted for others", row.rid)
             self._batch.remove(row)
+            row.stats.preempt()
             self._queue.push(row)
             self._gauges.preemptions += 1
         if self._batch.kv_bytes > self._memory.kv.limit:
@@ -351,7 +361,7 @@ class Engine(RequestLoop[Row]):
 
         Sampling depends on (seed, position) alone, so the rows get the tokens that they would have had.
         """
-        if self._partners is not None:  # the state of the other ranks is unknown
+        if self._rank_peers is not None:  # the state of the other ranks is unknown
             raise StepFailed(Code.WORKER_DIED, "the group's step loop failed", detail=repr(error)) from error
         now = time.monotonic()
         if self._memory.shrink(error, f"a step of {len(self._batch)} rows"):
@@ -384,12 +394,14 @@ class Engine(RequestLoop[Row]):
         assert not row.is_finished
         row.is_finished = True
         del self._requests[row.rid]
+        self._batched.discard(row.rid)
         if finish in (Finish.STOP, Finish.LENGTH):
             self._inbox.note_answer(time.monotonic())
         self._queue.remove(row)
         if row.text.parser is not None:
             self._gauges.malformed_tool_calls += row.text.parser.malformed
         self._batch.account(row)
+        row.stats.rested_s = self.pacer.rested_s - row.stats.rested_s
         self._outbox.add_output(row, output or TokenOutput([], None, finish), row.usage(time.monotonic()), failure)
         try:
             if self._encoder is not None:
@@ -406,7 +418,7 @@ class Engine(RequestLoop[Row]):
 
         This never counts as a failed step, so that no request can end the worker: each row is released only once.
         """
-        if self._partners is not None or (is_gpu_fault(error) and not is_allocation_failure(error)):
+        if self._rank_peers is not None or (is_gpu_fault(error) and not is_allocation_failure(error)):
             raise _loop_failed(error) from error
         log.error("row %d has ended and could not be released; rebuilding the batch", row.rid, exc_info=error)
         self.cache.counts.prefix_failures += 1
@@ -421,24 +433,17 @@ class Engine(RequestLoop[Row]):
     def _measure(self) -> None:
         super()._measure()
         self._gauges.kv_bytes = self._batch.kv_bytes + self.sparse.nbytes
-        if self._partners is not None:
-            self._gauges.ranks = self._partners.stats()
+        if self._rank_peers is not None:
+            self._gauges.ranks = self._rank_peers.stats()
         self._memory.observe()
 
     def new_batch(self) -> Batch:
         """Return an empty batch for this model."""
-        if self._partners is not None:
-            return self._partners.batch(self._loaded.model, self._loaded.eos_ids, self.cache, self._loaded.plan.mode)
-        return Batch(
-            self._loaded.model,
-            self._loaded.eos_ids,
-            self.cache,
-            self._loaded.plan.mode,
-            self._drafter,
-            self._loaded.vision,
-            self._encoder,
-            self._loaded.table_rows,
-        )
+        if self._rank_peers is not None:
+            return self._rank_peers.batch(self._loaded.model, self._loaded.eos_ids, self.cache, self._loaded.plan.mode)
+        loaded, drafter, encoder = self._loaded, self._drafter, self._encoder
+        more = (drafter, loaded.vision, encoder, loaded.table_rows, loaded.pass_tokens)
+        return Batch(loaded.model, loaded.eos_ids, self.cache, loaded.plan.mode, *more)
 
 
 def _loop_failed(error: Exception) -> StepFailed:

@@ -5,14 +5,14 @@ Every request that enters leaves through `_finish`, exactly once.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from protocol.failures import Code, Failure
 from protocol.from_worker import Accepted, Drained, Finish, Rejected, Up
 from protocol.spec import WorkerSpec
-from protocol.to_worker import Abort, Drain, Shutdown
+from protocol.to_worker import BATCH_PRIORITY, Abort, Drain, Shutdown
 from worker.engine.gauges import Gauges
 from worker.engine.outbox import Outbox
 
@@ -30,6 +30,8 @@ class LoopRequest(Protocol):
 
     @property
     def rid(self) -> int: ...
+    @property
+    def priority(self) -> int: ...
     @property
     def arrived(self) -> float: ...
     @property
@@ -49,6 +51,8 @@ class RequestLoop(Generic[R]):
         self._gauges = gauges
         self._outbox = Outbox(spec.epoch, gauges, send, one_delta_per_frame=one_delta_per_frame)
         self._requests: dict[int, R] = {}
+        # Ids of those that belong to batches, and yield to all others.
+        self._batched: set[int] = set()
         # Aborts that overtook their requests: a grammar or a long prompt can keep a request in the intake for minutes.
         self._early_aborts: dict[int, None] = {}
         self._drain_until: float | None = None
@@ -84,6 +88,15 @@ class RequestLoop(Generic[R]):
     def _is_full(self) -> bool:
         """Whether no more requests may wait."""
         raise NotImplementedError
+
+    @property
+    def _yields(self) -> bool:
+        """Whether the requests of batches must wait, because there is another request."""
+        return 0 < len(self._batched) < len(self._requests)
+
+    def _first_to_yield(self, requests: Iterable[R]) -> R | None:
+        """Return the first of these requests that must wait, because it belongs to a batch and there is another one."""
+        return next((each for each in requests if each.rid in self._batched), None) if self._yields else None
 
     def _guarded(self, act: Callable[[], None]) -> None:
         """Call `act`; a subclass may recover from its errors."""
@@ -144,6 +157,8 @@ class RequestLoop(Generic[R]):
             return
         self._outbox.send(self._accepted(request))
         self._requests[rid] = request
+        if request.priority >= BATCH_PRIORITY:
+            self._batched.add(rid)
         if rid in self._early_aborts:
             del self._early_aborts[rid]
             self._finish(request, Finish.ABORT)

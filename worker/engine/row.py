@@ -3,8 +3,9 @@
 While a row is in the batch it has a `BatchSequence`, which holds the state of all parts of the batch for it.
 """
 
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,16 +17,18 @@ from mlx_lm.models.cache import TokenBuffer
 
 from protocol.from_worker import TokenLogprob, Usage
 from protocol.to_worker import Sampling
+from worker.engine.questions import RowQuestions
 from worker.model.lora.adapters import Adapter
 from worker.output.detokenize import Detokenizer
 from worker.output.parsers.parser import Parser
 from worker.output.stops import StopScanner
+from worker.prefix_cache.evictions import CacheLookup
 from worker.prefix_cache.prefix import Ticket
 from worker.sampling.penalties import NO_WORDS, BadWords
 from worker.sampling.prompt_scores import Scores
 from worker.sampling.sampler import Draws, Guard
 from worker.sparse.selected_tokens import SelectedTokens, count_kept
-from worker.speculation.draft_state import Drafting, DraftState
+from worker.speculation.draft_state import DraftedCounts, Drafting, DraftState
 from worker.structured.guides import Rule
 from worker.structured.masks import MaskWork
 from worker.vision.media import Span, before_media, media_keys
@@ -98,7 +101,6 @@ class PromptReport:
     # Number of top tokens per `PromptLogprob`; None if the prompt's log-probabilities are sent only in the echo, or not
     # at all.
     logprobs: int | None = None
-    # Number of scores that were sent.
     scores_sent: int = 0
     # Number of entries of the echo that were sent; the first of them has the prompt's text.
     echo_sent: int = 0
@@ -119,6 +121,42 @@ class RowStats:
     predicted: int = 0
     # Number of tokens of the client's prediction that were accepted.
     accepted: int = 0
+    # Numbers of all drafted tokens, and of those that were accepted.
+    drafted: int = 0
+    drafts_accepted: int = 0
+    # Result of the first lookup in the prefix cache; None before it.
+    lookup: CacheLookup | None = None
+    preemptions: int = 0
+    grammar_waits: int = 0
+    # Time outside of the batch after the first insertion, in seconds, and the beginning of the current pause or 0.
+    paused_s: float = 0.0
+    paused_at: float = 0.0
+    # Time in which the loop rested until the row arrived and, once it has ended, while it was there, in seconds.
+    rested_s: float = 0.0
+
+    def preempt(self) -> None:
+        """Note that the row has left the batch for older ones."""
+        self.preemptions += 1
+        self.paused_at = time.monotonic()
+
+    def wait_for_grammar(self) -> None:
+        """Note that the row has left the batch until its mask is ready."""
+        self.grammar_waits += 1
+        self.paused_at = time.monotonic()
+
+    def insert(self, lookup: CacheLookup, *, is_resumed: bool) -> None:
+        """Note that the row is in the batch, for the first time or after a pause."""
+        if self.cached is None:
+            self.cached, self.lookup = 0 if is_resumed else lookup.reused, lookup
+        if self.paused_at:
+            self.paused_s += time.monotonic() - self.paused_at
+            self.paused_at = 0.0
+
+    def add_drafts(self, counts: DraftedCounts) -> None:
+        self.drafted += counts.drafted
+        self.drafts_accepted += counts.accepted
+        self.predicted += counts.predicted
+        self.accepted += counts.predicted_accepted
 
 
 @dataclass(slots=True, eq=False)
@@ -165,6 +203,8 @@ class Row:
     # Numbers of turns and of tokens that were truncated from the prompt.
     left_out: tuple[int, int] = (0, 0)
     report: PromptReport = field(default_factory=PromptReport)
+    # Questions that are asked behind the prompt; None for a row that generates.
+    questions: RowQuestions | None = None
     thinking: Thinking = field(default_factory=Thinking)
 
     output: list[int] = field(default_factory=list)
@@ -194,7 +234,9 @@ class Row:
         return self._tokens
 
     def keys(self) -> npt.NDArray[np.int32]:
-        """Return `tokens` as keys of the prefix cache: keys of media depend on the content of the media. Read-only."""
+        """Return `tokens` as keys of the prefix cache, in which the placeholders of a medium depend on its content.
+        Read-only.
+        """
         tokens = self.tokens()
         if not self.media:
             return tokens
@@ -203,12 +245,19 @@ class Row:
         return self._keys
 
     @property
+    def only_prefills(self) -> bool:
+        """Whether the row ends with its prefill, which leaves the prompt in the prefix cache."""
+        return self.max_tokens == 0 and not self.report.echo and self.report.scored_top is None
+
+    @property
     def slots(self) -> int:
-        """Number of tokens of prompt and output that have KV."""
+        """Number of the row's tokens, prompt and output, that have KV."""
         return self.prompt_slots + len(self.output)
 
     @property
     def prompt_slots(self) -> int:
+        if self.questions is not None:
+            return len(self.prompt) + self.questions.longest
         return count_kept(len(self.prompt), self.keep) if self.keep else len(self.prompt)
 
     @property
@@ -218,8 +267,16 @@ class Row:
         keys = self.keys()[:-1]
         return keys if self.kept is None else keys[: self.kept.leading]
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens of the prompt and of all questions."""
+        return len(self.prompt) + (self.questions.tokens if self.questions is not None else 0)
+
     def whole(self, at: int) -> int:
-        """Return the last position up to `at` that is not inside an image, a video or an audio clip."""
+        """Return the last position up to `at` where a prefix may end: not inside an image, a video or an audio clip,
+        and for a row with questions only at the end of a slice."""
+        if self.questions is not None:
+            return self.questions.whole(at)
         return before_media(self.media, at) if self.media else at
 
     @property
@@ -232,7 +289,7 @@ class Row:
         admitted = stats.admitted or now
         first = stats.first_token or now
         return Usage(
-            prompt=len(self.prompt),
+            prompt=self.prompt_tokens,
             cached=stats.cached or 0,
             completion=stats.completion,
             reasoning=self.thinking.tokens,
@@ -245,6 +302,13 @@ class Row:
             predicted=stats.predicted,
             accepted=stats.accepted,
             kept=self.prompt_slots if self.keep else 0,
+            restored=stats.lookup.restored if stats.lookup is not None and stats.cached else 0,
+            drafted=stats.drafted,
+            drafts_accepted=stats.drafts_accepted,
+            preemptions=stats.preemptions,
+            grammar_waits=stats.grammar_waits,
+            paused_ms=stats.paused_s * 1e3,
+            rested_ms=stats.rested_s * 1e3,
         )
 
     def _media_tokens(self, kind: str) -> int:
@@ -282,7 +346,7 @@ class BatchSequence:
     # Ends of segments that get a checkpoint; None means all segments.
     marks: frozenset[int] | None = None
     reused: int = 0
-    # Number of tokens in all segments.
+    # Number of tokens in all `segments`.
     total: int = 0
     # Number of tokens that have run.
     done: int = 0
@@ -297,7 +361,9 @@ class BatchSequence:
     context: Context | None = None
     # Log-probabilities of the prompt, until they are complete and taken.
     scores: Scores | None = None
-    # All tokens but the last, for processors of a row with a sparse prefill.
+    # Forward passes of the row's questions, once its prompt has run.
+    asking: Iterator[int] | None = None
+    # All tokens but the last, kept for the processors of a row with a sparse prefill.
     text: Sequence[int] = ()
     # Number of tokens of the longest medium that no chunk may cut; 0 without such a medium.
     longest_whole: int = 0
@@ -319,8 +385,9 @@ class BatchSequence:
 
     @property
     def skipped(self) -> int:
-        """Number of prompt tokens that the sparse prefill left out before the row's next token, which is that token's
-        position minus its slot."""
+        """Number of prompt tokens that the sparse prefill left out before the row's next token. It is that token's
+        position minus its slot.
+        """
         kept = self.row.kept
         return kept.position_offset(len(self.tokens)) if kept is not None else 0
 

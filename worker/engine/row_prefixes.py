@@ -14,7 +14,8 @@ from worker.vision.media import media_keys
 
 # Models whose caches cannot be cut get checkpoints at this distance within a long message.
 CHECKPOINT_TOKENS: Final = 2048
-# Number of newest message boundaries that also get a checkpoint, because the next turn of a chat branches off there.
+# Number of newest message boundaries that get a checkpoint, besides the first boundary: the next turn of a chat
+# branches off at one of them.
 MAX_BOUNDARY_CHECKPOINTS: Final = 6
 
 
@@ -31,6 +32,8 @@ class RowPrefixes:
         Segments are cut at checkpoints and at the edges of media, so that each chunk has tokens of only one kind, and
         the same kernel computes them whatever the chunk size is.
         """
+        if row.questions is not None:
+            return row.questions.segments(tokens.tolist(), reused)
         last = len(tokens) - 1
         cuts: set[int] = set()
         if self._cache.needs_checkpoints:
@@ -42,7 +45,7 @@ class RowPrefixes:
         marks: frozenset[int] | None = None
         if row.media:
             edges = {at for span in row.media for at in (span.begin, span.end) if reused < at < last}
-            # A checkpoint at the edges of media is only worthwhile at the last edge.
+            # A checkpoint is only worthwhile at the last edge of media, not at the others.
             marks = frozenset(
                 {*cuts, *([max(edges)] if edges and self._cache.needs_checkpoints else ()), last, last + 1}
             )
@@ -67,7 +70,8 @@ class RowPrefixes:
         if row.kept is not None:
             return
         with mx.stream(generation_stream):
-            self._cache.store(media_keys(np.array(tokens, dtype=np.int32), row.media), caches, row.cache_salt)
+            keys = media_keys(np.array(tokens, dtype=np.int32), row.media)
+            self._cache.store(keys, caches, row.cache_salt, row.rid)
 
     def persist(self, row: Row, tokens: Sequence[int]) -> None:
         """Write a prefix to disk, with the checkpoints that the next turn or a resumed request will need."""

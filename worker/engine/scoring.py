@@ -4,39 +4,23 @@ Rows with scored prompts are prefilled one by one and in small slices, because t
 memory. Other prefills compute no logits.
 """
 
-from collections.abc import Collection
 from typing import Any, Final
 
 import mlx.core as mx
 
 from worker.engine.forward import ForwardPart, forward
-from worker.engine.row import BatchSequence
 from worker.engine.sequence_group import SequenceGroup
-from worker.kv import batched
+from worker.engine.solo_rows import SoloRows
 
 SLICE_TOKENS: Final = 64
 
 
-class ScoredRows:
+class ScoredRows(SoloRows):
     """Rows whose prompts are scored, each in its own caches. Owned by the generator."""
 
     def __init__(self, model: Any) -> None:
+        super().__init__()
         self._model = model
-        self.rows: list[SequenceGroup] = []
-
-    def add(self, sequence: BatchSequence, *, is_single: bool) -> None:
-        """Add a row. With `is_single` the row keeps its own caches, which may have no batch form."""
-        caches = sequence.caches if is_single else batched.merge([sequence.caches])
-        sequence.caches = []
-        self.rows.append(SequenceGroup([sequence], caches))
-
-    def due(self, *, is_alone: bool) -> list[SequenceGroup]:
-        """Return the rows whose turn it is: all rows, or only one of them while other rows generate and are delayed by
-        it."""
-        if is_alone or not self.rows:
-            return list(self.rows)
-        self.rows = [*self.rows[1:], self.rows[0]]
-        return self.rows[-1:]
 
     def take_complete(self) -> list[SequenceGroup]:
         """Remove and return the rows whose scores are complete and were taken."""
@@ -54,6 +38,3 @@ class ScoredRows:
             sequence.scores.add(logits[0, at : at + SLICE_TOKENS])
         rows.evaluate()
         return len(part)
-
-    def discard(self, sequences: Collection[BatchSequence]) -> None:
-        self.rows = [rows for rows in self.rows if rows.sequences[0] not in sequences]

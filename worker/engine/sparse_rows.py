@@ -28,8 +28,9 @@ class SparseRows:
         return self._chooser.nbytes if self._chooser is not None else 0
 
     def needs(self, row: Row) -> int:
-        """Return the bytes of KV that the draft model needs until it has selected the row's tokens, or needs for its
-        current prompt."""
+        """Return the bytes of KV that the draft model needs until it has selected the row's tokens. If the row needs no
+        selection, return the bytes for the prompt that it currently reads.
+        """
         if self._chooser is None or not row.keep or row.kept is not None:
             return self.nbytes
         return self._chooser.needs(len(row.prompt))

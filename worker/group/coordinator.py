@@ -26,11 +26,11 @@ from worker.engine.row import Token
 from worker.engine.scheduling.kv_budget import KvCost
 from worker.errors import LoadFailed, PartnerLost
 from worker.group import fabric
-from worker.group.measures import costliest, measured, price, tightest
+from worker.group.measures import costliest, measured, tightest, token_cost
 from worker.group.planned import PlannedBatch, PlannedCache
 from worker.group.rank_identity import Identity, identity_of, mismatch
 from worker.group.rank_sockets import RankSockets
-from worker.group.token_checksum import tally
+from worker.group.token_checksum import extend_checksum
 from worker.group.watch import LeadWatch, Lost, RankProgress
 from worker.kv.kv import KvLayout
 from worker.model import memory
@@ -81,7 +81,7 @@ class Coordinator:
         self._crc = 0
         self._layout: KvLayout | None = None
         # Cost of cached prefixes; None if the cost is equal on all ranks.
-        self.price: TokenCost | None = None
+        self.token_cost: TokenCost | None = None
         # Answers that arrived before the coordinator waited for them.
         self._early: list[tuple[int, group.Up]] = []
         self._load_ends = 0.0
@@ -114,7 +114,7 @@ class Coordinator:
         )
         return Division(connected, parallel, self._group.split)
 
-    # -- partners of the engine --------------------------------------------------------------------------------------
+    # -- rank peers of the engine --------------------------------------------------------------------------------------
 
     def cache(self, layout: KvLayout, budget: int) -> PrefixCache:
         if not self._loaded:
@@ -133,7 +133,7 @@ class Coordinator:
         answers = self._await(group.RankMemory, math.inf, "measure its memory")
         self._await_done()
         ranks = [measured(0, self._layout, cost, limits), *answers.values()]
-        self.price = price(ranks)
+        self.token_cost = token_cost(ranks)
         return costliest(ranks), tightest(limits, ranks)
 
     def stats(self) -> tuple[RankStats, ...]:
@@ -172,7 +172,7 @@ class Coordinator:
         self._send_all(self._next_plan(chunk, is_fused=is_fused))
 
     def confirm(self, tokens: Sequence[Token]) -> None:
-        self._crc = tally(self._crc, tokens)
+        self._crc = extend_checksum(self._crc, tokens)
         self._await_done()
 
     def _await_done(self) -> None:
@@ -231,7 +231,7 @@ class Coordinator:
         is_waited_for = isinstance(message, kind)
         if rank in answers if is_waited_for else any((rank, type(message)) == (by, type(m)) for by, m in self._early):
             name = type(message).__name__
-            raise PartnerLost(f"rank {rank} ({self._name(rank)}) said {name} twice; it is out of step")
+            raise PartnerLost(f"rank {rank} ({self._name(rank)}) sent {name} twice; it is out of step")
         if isinstance(message, kind):
             answers[rank] = message
         else:

@@ -17,7 +17,7 @@ from protocol.group import StartLoading
 from protocol.spec import RankSpec
 from worker.errors import LoadFailed, PartnerLost
 
-# Timeout in seconds of connecting the ranks. Native code waits for the other ranks of a ring, on rank 0 forever.
+# Timeout in seconds of connecting the ranks: native code on rank 0 of a ring would wait for the other ranks forever.
 CONNECT_TIMEOUT_S: Final = 60
 
 

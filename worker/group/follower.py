@@ -18,13 +18,14 @@ from protocol.spec import WorkerSpec
 from protocol.to_worker import SetMemory
 from worker.engine.batch import Batch
 from worker.engine.load_checks.silent_row import silent_row
+from worker.engine.questions import RowQuestions
 from worker.engine.row import Row
 from worker.errors import LoadFailed, PartnerLost, WorkerError, is_fabric_fault
 from worker.group import fabric
 from worker.group.measures import measured
 from worker.group.rank_identity import Identity, identity_of
 from worker.group.rank_sockets import LINGER_MS, RankSockets
-from worker.group.token_checksum import tally
+from worker.group.token_checksum import extend_checksum
 from worker.group.watch import FollowerWatch, RankProgress
 from worker.kv.kv import KvLayout
 from worker.kv.quantized import make_caches
@@ -104,7 +105,7 @@ class Follower:
         while not self._is_leaving:
             message = self._receive()
             if not isinstance(message, group.TickPlan):
-                raise PartnerLost(f"rank 0 said {type(message).__name__} out of turn")
+                raise PartnerLost(f"rank 0 sent {type(message).__name__} out of turn")
             self.do(message)
 
     def close(self) -> None:
@@ -139,7 +140,7 @@ class Follower:
         self._socket.send(group.encode(join))
         go = self._receive()
         if not isinstance(go, group.StartLoading):
-            raise PartnerLost(f"rank 0 said {type(go).__name__} out of turn")
+            raise PartnerLost(f"rank 0 sent {type(go).__name__} out of turn")
         division = Division(fabric.connect(go, rank), go.parallel, go.split)
         loaded = self.load_part(division)
         memory.give_back()
@@ -207,7 +208,7 @@ class Follower:
 
     def _step(self, plan: group.TickPlan) -> None:
         output = self._batch.step(plan.chunk, is_fused=plan.is_fused)
-        self.crc = tally(self.crc, output.tokens)
+        self.crc = extend_checksum(self.crc, output.tokens)
         for _, scores in (*output.scoring, *output.scored):
             scores.take()  # the followers drop these scores, because rank 0 has its own
         for token in output.tokens:
@@ -228,8 +229,8 @@ class Follower:
             case group.RemoveRow(rid):
                 self._batch.remove(self._rows.pop(rid))
             case group.ResizeCache(cache_bytes, token_bytes, state_bytes, arrays):
-                price = TokenCost(token_bytes, state_bytes, arrays) if token_bytes or state_bytes else None
-                self.cache.resize(cache_bytes, price)
+                token_cost = TokenCost(token_bytes, state_bytes, arrays) if token_bytes or state_bytes else None
+                self.cache.resize(cache_bytes, token_cost)
             case group.ClearCache():
                 self.cache.clear()
             case group.SettleMemory():
@@ -246,6 +247,7 @@ class Follower:
         row = silent_row(op.rid, op.prompt, op.max_tokens, ignore_eos=op.ignore_eos, stop_ids=op.stop_ids)
         row.output, row.boundaries, row.cache_salt = op.output, op.boundaries, op.salt
         row.report.scored_top = op.top
+        row.questions = RowQuestions(op.questions, op.slices) if op.questions else None
         self._batch.insert(row)
         reused = row.sequence.reused if row.sequence is not None else 0
         if reused != op.reused:

@@ -35,7 +35,7 @@ def costliest(ranks: Sequence[RankMemory]) -> KvCost:
     )
 
 
-def price(ranks: Sequence[RankMemory]) -> TokenCost | None:
+def token_cost(ranks: Sequence[RankMemory]) -> TokenCost | None:
     """Return the cost of cached prefixes; None if that cost is equal on all ranks."""
     costs = {(each.token_bytes, each.windows, each.fixed_bytes) for each in ranks}
     if len(costs) == 1:

@@ -5,8 +5,9 @@ from typing import Any, Protocol
 
 from protocol.failures import Code
 from protocol.group import BeginGroup, ClearCache, InsertRow, Op, RemoveRow, ResizeCache, SettleMemory
-from worker.engine.batch import Batch, StepOutput
+from worker.engine.batch import Batch
 from worker.engine.row import BatchSequence, Token
+from worker.engine.step_output import StepOutput
 from worker.errors import PartnerLost, StepFailed, is_fabric_fault
 from worker.kv.kv import KvLayout
 from worker.model.batch_mode import BatchMode
@@ -15,9 +16,9 @@ from worker.prefix_cache.radix_tree import TokenCost
 
 
 class Planner(Protocol):
-    """Port to the plans of rank 0, owned by the engine thread. `price` is the cost of cached prefixes."""
+    """Port to the plans of rank 0, owned by the engine thread. `token_cost` is the cost of cached prefixes."""
 
-    price: TokenCost | None
+    token_cost: TokenCost | None
 
     def note(self, op: Op) -> None:
         """Record an operation, which followers execute with the next plan."""
@@ -39,13 +40,13 @@ class PlannedCache(PrefixCache):
         super().__init__(layout, budget)
         self._planner = planner
 
-    def resize(self, budget: int, price: TokenCost | None = None) -> None:
-        price = self._planner.price
-        if price is None:
+    def resize(self, budget: int, token_cost: TokenCost | None = None) -> None:
+        token_cost = self._planner.token_cost
+        if token_cost is None:
             self._planner.note(ResizeCache(budget))
         else:
-            self._planner.note(ResizeCache(budget, price.token_bytes, price.state_bytes, price.arrays))
-        super().resize(budget, price)
+            self._planner.note(ResizeCache(budget, token_cost.token_bytes, token_cost.state_bytes, token_cost.arrays))
+        super().resize(budget, token_cost)
 
     def clear(self) -> None:
         self._planner.note(ClearCache())
@@ -75,6 +76,8 @@ class PlannedBatch(Batch):
             row.boundaries,
             row.cache_salt,
             row.report.scored_top,
+            list(row.questions.left) if row.questions is not None else [],
+            list(row.questions.slices) if row.questions is not None else [],
         )
         self._planner.note(insert)
         super()._enter(sequence)

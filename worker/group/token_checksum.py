@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from worker.engine.row import Token
 
 
-def tally(crc: int, tokens: Sequence[Token]) -> int:
+def extend_checksum(crc: int, tokens: Sequence[Token]) -> int:
     """Return the checksum updated with these tokens."""
     numbers = array("Q", [number for token in tokens for number in (token.row.rid, token.id)])
     return zlib.crc32(numbers.tobytes(), crc)

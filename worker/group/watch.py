@@ -117,7 +117,7 @@ class _Watch:
         return max(self.rank.step_s, _MAX_SLOWDOWN * self.progress.longest_s)
 
     def begin(self, seq: int) -> None:
-        """Note that the engine begins a plan."""
+        """Record that the engine begins a plan."""
         self.progress.begin(seq)
         if not self._is_guarded:
             # The timer is armed here, because the watch thread cannot run if the plan never releases the GIL.
@@ -127,7 +127,8 @@ class _Watch:
         """Arm the timer. It ends the process with status 1 and writes the stacks to stderr, unless the watch thread
         arms or cancels it in time.
 
-        Native code that waits for another rank may hold the GIL, as NCCL's does.
+        The timer fires even if native code that waits for another rank holds the GIL, as NCCL's does. The watch thread
+        cannot run then.
         """
         self._is_guarded = True
         faulthandler.dump_traceback_later(max(self.rank.beat_s, self.limit_s), exit=True)
@@ -236,8 +237,9 @@ class LeadWatch(_Watch):
         self._check_plan(now)
 
     def _check_plan(self, now: float) -> None:
-        """End the process if the current plan takes too long: ranks that are alive and have not done it may be
-        deadlocked. They may also only be slow on a busy machine."""
+        """End the process if the current plan takes too long. Ranks that are alive but have not done it may be
+        deadlocked, or only slow on a busy machine. So their CPU time counts, and their waiting time has a higher limit.
+        """
         progress = self.progress
         if not progress.began_at or self._plan[0] != progress.begun:
             self._plan = (progress.begun, now)
@@ -288,8 +290,8 @@ class FollowerWatch(_Watch):
             while monitor.poll(0):
                 is_up = recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
                 was_connected |= is_up
-                # A failed handshake does not count before the first connection, because an earlier process may still
-                # hold the port.
+                # A disconnection counts only after the first successful handshake. Before, an earlier process may
+                # still hold the port; its keys are others, so the handshake with it fails and the connection ends.
                 self._is_cut = was_connected and not is_up
             if self._is_cut and _refuses(self.rank.watch):
                 self._receive(socket)  # rank 0 may have sent `GroupStopped`

@@ -89,9 +89,10 @@ class TurnLoop(RequestLoop[J]):
 
     def _in_turn(self) -> list[J]:
         """Return all jobs, sorted by priority, then by the newest turn of the job's tenant. The first job is the next
-        one, and its tenant's turn is recorded."""
+        one, and its tenant's turn is recorded. Jobs of batches are left out while there are others."""
         jobs = sorted(
-            self._requests.values(), key=lambda job: (job.priority, self._turns.get(job.tenant, 0), job.arrival)
+            (job for job in self._requests.values() if not (self._yields and job.rid in self._batched)),
+            key=lambda job: (job.priority, self._turns.get(job.tenant, 0), job.arrival),
         )
         self._turns[jobs[0].tenant] = next(self._turn)
         return jobs
@@ -137,7 +138,8 @@ class TurnLoop(RequestLoop[J]):
 
     @property
     def _is_full(self) -> bool:
-        return len(self._requests) >= (self._spec.max_running or DEFAULT_MAX_RUNNING) + self._spec.max_waiting
+        most = (self._spec.max_running or DEFAULT_MAX_RUNNING) + self._spec.max_waiting
+        return len(self._requests) - len(self._batched) >= most
 
     def _accepted(self, request: J) -> Accepted:
         return Accepted(request.rid, request.tokens, request.relaxed)
@@ -147,4 +149,5 @@ class TurnLoop(RequestLoop[J]):
 
     def _finish(self, request: J, finish: Finish, failure: Failure | None = None) -> None:
         del self._requests[request.rid]
+        self._batched.discard(request.rid)
         self._outbox.add(self._ending(request, finish, failure))

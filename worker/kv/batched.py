@@ -44,7 +44,7 @@ def extend(caches: Sequence[Any], others: Sequence[Any]) -> None:
 def keep(caches: Sequence[Any], rows: Sequence[int]) -> None:
     """Keep only these rows of the caches, in this order.
 
-    Wait for all launched work first, because MLX writes to an array in place only if no running operation reads it.
+    All launched work is awaited first, because MLX writes to an array in place only if no running operation reads it.
     """
     flat, rows = leaves(caches), list(rows)
     moves = [leaf.moves(rows) if isinstance(leaf, RaggedKVCache) else None for leaf in flat]
@@ -135,16 +135,6 @@ def rewind(caches: Sequence[Any], drop: Sequence[int]) -> None:
                 leaf.rewind(tuple(drop))
 
 
-def is_plain(caches: Sequence[Any]) -> bool:
-    """Whether all layers keep the KV of all tokens."""
-    return all(isinstance(leaf, RaggedKVCache) for leaf in leaves(caches))
-
-
-def is_level(caches: Sequence[Any]) -> bool:
-    """Whether all rows of a plain batch are equally long."""
-    return next(leaf.lengths.is_level for leaf in leaves(caches))
-
-
 def is_recurrent(caches: Sequence[Any]) -> bool:
     """Whether some layers have a recurrent state."""
     return any(isinstance(leaf, ArraysCache) for leaf in leaves(caches))
@@ -179,6 +169,30 @@ def restore(caches: Sequence[Any], before: Sequence[list[Any]], rows: Sequence[b
             if new is not None:
                 chosen = is_restored.reshape(-1, *[1] * (new.ndim - 1))
                 leaf.cache[at] = mx.where(chosen, mx.zeros_like(new) if old is None else old, new)
+
+
+def mark(caches: Sequence[Any]) -> list[Any]:
+    """Return the current end of the caches of one row, for `go_back`.
+
+    A mark has the number of tokens of a layer that keeps tokens one by one. Other layers are copied, because their
+    arrays may be changed in place.
+    """
+    return [leaf.lengths if isinstance(leaf, RaggedKVCache) else _copy(leaf) for leaf in leaves(caches)]
+
+
+def go_back(caches: Sequence[Any], marks: Sequence[Any]) -> None:
+    """Remove the tokens that were added to the caches of one row since `mark`; a mark can be used again."""
+    for leaf, held in zip(leaves(caches), marks, strict=True):
+        if isinstance(leaf, RaggedKVCache):
+            leaf.lengths = held
+        elif isinstance(leaf, KVCache):
+            leaf.trim(leaf.offset - held)
+        else:
+            vars(leaf).update(copy.deepcopy(held))
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.offset if isinstance(leaf, KVCache) else copy.deepcopy(vars(leaf))
 
 
 def _cut(leaf: Any) -> Any:

@@ -28,7 +28,7 @@ the six arrays of quantized KV. Windowed layers have only the last tokens, at mo
 class KvLayout:
     """Number of a model's layers of each kind; `make` returns empty caches of one sequence.
 
-    `windows` has each size of window, with the index in a span of one layer that has this size.
+    `windows` lists the sizes of windows, each with the index (in a span) of one layer that has it.
     """
 
     make: Callable[[], list[Any]]
@@ -97,8 +97,9 @@ def cut_span(span: Span, size: int, at: int) -> tuple[Span, Span]:
 
 
 def extend_windows(span: Span, caches: Sequence[Any], begin: int, end: int) -> Span:
-    """Return an edge's span whose windowed layers have KV from `begin` on, as far as their windows reach. The edge ends
-    at `end`."""
+    """Return the span of an edge that ends at `end`. Layers with windows have KV from `begin`, or from the start of
+    their window if that is later.
+    """
     held = [leaf for leaf in leaves(caches) if has_kv(leaf)]
     is_short = [is_windowed(leaf) and has[0].shape[2] < end - begin for leaf, has in zip(held, span, strict=True)]
     longer = iter(_pack([_slice(leaf, begin, end) for leaf, short in zip(held, is_short, strict=True) if short]))

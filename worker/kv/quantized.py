@@ -117,8 +117,9 @@ def make_caches(model: Any) -> list[Any]:
 
 
 def quantized(caches: Sequence[Any], form: KvForm) -> list[Any]:
-    """Return the quantized form of these empty caches of one sequence. A layer with two plain caches stays as it
-    is, because its second cache is an index."""
+    """Return these empty caches of one sequence in quantized form. A layer with two plain caches is not quantized,
+    because the second one holds the keys of a sparse-attention indexer.
+    """
     lengths = Lengths((0,))
 
     def replace(cache: Any) -> Any:

@@ -73,8 +73,9 @@ class Lengths:
         return self._begins
 
     def begin(self, lengths: Sequence[int], count: int) -> None:
-        """Prepare a pass of `count` tokens per row: row i has `lengths[i]` tokens, then padding. Padding beyond the
-        last token of every row shares one slot."""
+        """Prepare a pass of `count` tokens per row: row i has `lengths[i]` tokens, then padding. All padding beyond the
+        end of the longest row shares one slot.
+        """
         if self.is_level and not sees_room:
             return
         end = count, min(self.longest + count, 1 + max(map(add, self.of, lengths)))

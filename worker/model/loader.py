@@ -30,6 +30,7 @@ from worker.model import packing
 from worker.model.batch_mode import BatchModePlan
 from worker.model.division import Division
 from worker.model.experts.expert_cache import attach as attach_experts
+from worker.model.experts.gathered_rows import experts_per_token, pass_tokens
 from worker.model.linears import Linears
 from worker.speculation.drafter import Proposer
 from worker.vision.attach import Vision, attach
@@ -79,7 +80,8 @@ class LoadedModel:
     no_head: str = ""
     # Linear layers that adapters can change.
     linears: Linears | None = None
-    # Names of deviations from the model's exact results.
+    # Names of the approximations with which the model computes, such as `kv-bits-8`. Answers list them in
+    # `x-mlxd-relaxed`.
     relaxed: tuple[str, ...] = ()
     # The loaded draft model, if drafts come from a language model.
     draft: "LoadedModel | None" = None
@@ -88,6 +90,15 @@ class LoadedModel:
     table_rows: int = 0
     # Statistics of experts that are read from disk.
     experts: Stats | None = None
+    # Number of experts of a layer that a token uses; 0 for a model without experts.
+    experts_per_token: int = 0
+
+    @property
+    def pass_tokens(self) -> int:
+        """Maximum number of tokens of a forward pass, of all rows together; 0 means no limit. It also holds for the
+        draft model."""
+        drafting = self.draft.experts_per_token if self.draft is not None else 0
+        return pass_tokens(max(self.experts_per_token, drafting))
 
 
 def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: Division | None = None) -> LoadedModel:
@@ -139,6 +150,7 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
         vision=vision,
         no_vision=no_vision,
         experts=experts,
+        experts_per_token=experts_per_token(model, config),
         linears=linears,
     )
 
@@ -349,8 +361,8 @@ def _table_rows(model: Any) -> list[int]:
 
 
 def _context(config: dict[str, Any], model: Any, tokenizer: Any, wanted: int) -> int:
-    """Return the context length in tokens. It is that of config.json, capped by the operator's `wanted`; without one in
-    config.json, it is `wanted`.
+    """Return the context length in tokens. It is the length in config.json, but at most the operator's `wanted`. If
+    config.json has none, it is `wanted`.
 
     If both are missing, the default of the model's class applies, then the tokenizer's limit.
     """

@@ -25,12 +25,12 @@ log = logging.getLogger("mlxd.worker")
 _MIN_USUAL_BUFFERS_BYTES: Final = 1 << 30
 _USUAL_BUFFERS_DIVISOR: Final = 32
 _LOAD_BUFFERS_BYTES: Final = 64 << 20
-# Divisor of the part of a share that weights and Python leave; the quotient is for free buffers.
+# Free buffers get the part of a share that weights and Python leave, divided by this number.
 _BUFFERS_DIVISOR: Final = 8
 _MIN_BUFFERS_BYTES: Final = 16 << 20
-# Fraction of the remaining memory that is for KV.
+# Fraction of the memory for KV and prefixes that is for KV, if the operator sets neither.
 _KV_FRACTION: Final = 0.75
-# Divisor of the memory for prefixes; the quotient is for features of media.
+# Features of media get the memory for prefixes, divided by this number.
 _FEATURES_DIVISOR: Final = 8
 # Features get at least this many bytes, but at most half of the memory for prefixes.
 _MIN_FEATURES_BYTES: Final = 64 << 20
@@ -108,7 +108,7 @@ def divide(
 
 
 class MlxDevice:
-    """Memory limits of MLX's device. Wired memory exists on Metal only; that code was not run on Linux."""
+    """Memory limits of MLX's device. Wired memory exists on Metal only."""
 
     def wirable(self) -> int:
         """Return the maximum number of bytes that may be wired; 0 without Metal."""

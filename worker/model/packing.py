@@ -1,9 +1,10 @@
 """Packing: parts of a forward pass with separate caches share one pass through the model's weights.
 
-Decoding rows have a token or a few in a pass, rows in prefill a chunk: most of a common rectangle would be padding. So
-the tokens of all parts run as one row `[1, tokens]` through the modules that treat each token separately, which have
-most of the weights. Modules that mix tokens (attention, recurrent layers) run part by part, on the part's caches. These
-modules are wrapped once, when the model is loaded; in other passes the wrappers behave exactly like the modules.
+In a pass, decoding rows have one or a few tokens and rows in prefill have a chunk, so most of a common rectangle would
+be padding. So the tokens of all parts run as one row `[1, tokens]` through the modules that treat each token
+separately, which have most of the weights. Modules that mix tokens (attention, recurrent layers) run part by part, on
+the part's caches. These modules are wrapped once, when the model is loaded; in other passes the wrappers behave exactly
+like the modules.
 """
 
 import inspect
@@ -18,7 +19,7 @@ import mlx.nn as nn
 
 from worker.vision.multimodal_merge import WrappedModule, text_core
 
-# Arguments of a mixing module besides its input.
+# Arguments that a mixing module takes besides its input.
 _ARGUMENTS: Final = {"mask", "cache"}
 # Names that mlx-lm's models give to the norm before the head.
 _NORMS: Final = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "final_norm", "embedding_norm")
@@ -29,7 +30,7 @@ Shape = tuple[int, int]
 
 @dataclass(slots=True, eq=False)
 class PackedRows:
-    """Caches of one layer for all parts."""
+    """Caches of one layer, one for each part of a packed pass."""
 
     caches: Sequence[Any]
     shapes: Sequence[Shape]
@@ -44,7 +45,7 @@ class PackedRows:
 
 @dataclass(slots=True, eq=False)
 class _Masks:
-    """Mask of each part."""
+    """Masks of one layer, one for each part of a packed pass."""
 
     of: Sequence[Any]
 
@@ -63,7 +64,7 @@ class Mixing(WrappedModule):
     def __init__(self, module: Any, turn: PackingTurn) -> None:
         super().__init__(module)
         self._turn = turn
-        # Function that computes a part with the module; attention kernels replace this function.
+        # Function that computes one part by the wrapped module. Attention kernels replace it.
         self.call: Callable[..., Any] = type(module).__call__
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +156,9 @@ def disable_packing(model: Any) -> None:
 
 
 def _with_mixing(module: Any, turn: PackingTurn) -> Any:
-    """Wrap the innermost modules with a cache argument, possibly the module itself."""
+    """Wrap the innermost modules that take a cache. Return `module`, or its wrapper if `module` is the innermost
+    itself.
+    """
     if not isinstance(module, nn.Module) or not _has_mixing(module):
         return module
     inner = {name: child for name, child in module.children().items() if _has_mixing(child)}

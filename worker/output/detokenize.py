@@ -63,10 +63,10 @@ class Vocabulary:
         If `context` ends inside a character, that character is the first of the text.
         """
         if self._table is not None:
-            return _Bytes(self._table, 0 if context else self._spaces_stripped, self._begun(context))
+            return _ByteDetokenizer(self._table, 0 if context else self._spaces_stripped, self._begun(context))
         if self._backend is not None:
-            return _Stream(self._backend, context, self.hidden)
-        return _Wrapped(self._tokenizer.detokenizer, self.hidden)
+            return _StreamDetokenizer(self._backend, context, self.hidden)
+        return _LibraryDetokenizer(self._tokenizer.detokenizer, self.hidden)
 
     def _begun(self, context: Sequence[int]) -> bytes:
         """Return the bytes of an incomplete character at the end of `context`."""
@@ -183,7 +183,7 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(rest)}
 
 
-class _Bytes:
+class _ByteDetokenizer:
     """Detokenizer for tokenizers whose ids each map to bytes. Emitted text never changes, even after invalid bytes."""
 
     __slots__ = ("_decode", "_spaces", "_table")
@@ -208,7 +208,7 @@ class _Bytes:
         return text[:spaces].lstrip(" ") + text[spaces:]
 
 
-class _Stream:
+class _StreamDetokenizer:
     """Detokenizer with tokenizers' own incremental decoder, for decoders that depend on several ids."""
 
     __slots__ = ("_backend", "_context", "_held", "_hidden", "_stream")
@@ -248,7 +248,7 @@ class _Stream:
         return DecodeStream(ids=self._context, skip_special_tokens=False)
 
 
-class _Wrapped:
+class _LibraryDetokenizer:
     """Detokenizer of mlx-lm, for tokenizers without a `tokenizers` backend."""
 
     __slots__ = ("_hidden", "_inner")

@@ -49,7 +49,7 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 @dataclass(slots=True, frozen=True)
-class _Blocks:
+class _BlockHashes:
     """Hashes of consecutive blocks; `first` is the index of the first block."""
 
     first: int
@@ -73,7 +73,7 @@ class BlockEventLog:
         self._held: set[int] = set()
         # Block hashes of nodes with KV. After a split, the lower node also has the hashes of blocks that end in the
         # upper node.
-        self._blocks: dict[RadixNode, _Blocks] = {}
+        self._blocks: dict[RadixNode, _BlockHashes] = {}
 
     def stored(self, salt: str, node: RadixNode) -> None:
         """Add an event for the blocks that end in a node whose KV was stored."""
@@ -83,7 +83,7 @@ class BlockEventLog:
         # for this node.
         skipped = (node.begin - begin) // BLOCK
         own = hashes[skipped:]
-        self._blocks[node] = _Blocks(node.begin // BLOCK, own)
+        self._blocks[node] = _BlockHashes(node.begin // BLOCK, own)
         new = next((at for at, each in enumerate(own) if each not in self._held), len(own))
         if new == len(own):
             return
@@ -96,7 +96,7 @@ class BlockEventLog:
 
     def removed(self, salt: str, node: RadixNode) -> None:
         """Add an event for the blocks that end in a node whose KV is being removed."""
-        blocks = self._blocks.pop(node, _Blocks(0, []))
+        blocks = self._blocks.pop(node, _BlockHashes(0, []))
         gone = [each for each in blocks.hashes[node.begin // BLOCK - blocks.first :] if each in self._held]
         if gone:
             self._held.difference_update(gone)

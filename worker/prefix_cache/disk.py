@@ -28,7 +28,7 @@ from worker.prefix_cache.file_format import (
 
 log = logging.getLogger("mlxd.worker")
 
-# Maximum bytes of queued writes, whose KV may already be evicted from the prefix cache.
+# Maximum bytes of queued writes. A queued write holds its KV even after the prefix cache has evicted it.
 MAX_QUEUED_BYTES: Final = 1 << 30
 
 
@@ -204,7 +204,7 @@ class CacheDisk:
         try:
             self._folder.claim()
             self._retire()
-        except Exception as error:  # writing must begin after any error
+        except Exception as error:  # files can be written even after an error here
             self._complain(error)
         while (write := self._to_write.get()) is not None:
             try:

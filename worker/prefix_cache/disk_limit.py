@@ -6,8 +6,8 @@
     <key of form>/<key of edge>.safetensors
     quarantine/<key of form>.<key of edge>.safetensors
 
-Files are written under another name, synced and renamed, so that a name stands for a complete file. Any file may be
-deleted at any time: by a writer that enforces the limit, or by a person who clears the folder.
+Files are written under another name, synced and renamed, so that a file under its own name is always complete. Any file
+may be deleted at any time: by a writer that enforces the limit, or by a person who clears the folder.
 """
 
 import fcntl
@@ -53,8 +53,9 @@ class CacheFormat(msgspec.Struct, frozen=True):
 class FolderOwner(msgspec.Struct, frozen=True):
     """Owner of a folder's files: a model that a daemon serves, whatever the form of its KV.
 
-    Models of a daemon differ in `name`; daemons that share a folder through links differ in `root`. Two models of one
-    form share a folder, which is stale once neither of them has this form and no worker holds the lock of its mark.
+    Models of a daemon differ in `name`; daemons that share a folder through links differ in `root`. Models with the
+    same form of KV share a folder. It is stale once none of them has this form any more and no worker holds the lock of
+    a mark.
     """
 
     name: str
@@ -70,7 +71,9 @@ class FolderOwner(msgspec.Struct, frozen=True):
 
     @property
     def mark(self) -> str:
-        """Name of an empty file; without content, a crash cannot leave it half written."""
+        """Name of the file that marks the files of a folder as this owner's: the owner's prefix, and the beginning of
+        each digest of the form. The file is empty, so that a crash cannot leave it half written.
+        """
         return self.owner + ".".join(part[:_PART_DIGITS] for part in msgspec.structs.astuple(self.form))
 
     def differences(self, mark: str) -> str:
@@ -209,7 +212,7 @@ class ModelFolder:
 
     @contextmanager
     def _ledger(self) -> Generator[int]:
-        """Lock and yield the file with the total size of the folder, which is an upper bound.
+        """Lock and yield the file that records the total size of the folder. The recorded size is an upper bound.
 
         Names change only under the lock, so that a worker that lists all files cannot miss one during a rename.
         """
@@ -261,7 +264,7 @@ class ModelFolder:
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _CacheFile:
     used: int
     nbytes: int
     path: Path
@@ -306,9 +309,9 @@ def _allocate(temp: Path, size: int) -> None:
         os.close(descriptor)
 
 
-def _list_files(root: Path) -> list[_File]:
+def _list_files(root: Path) -> list[_CacheFile]:
     """List all files of all models and the quarantine. Also deletes temporary files of writers that have ended."""
-    files: list[_File] = []
+    files: list[_CacheFile] = []
     for path in [*root.glob(f"*/*{SUFFIX}"), *root.glob(f"*/*{_TEMP}")]:
         try:
             facts = path.stat()
@@ -317,7 +320,7 @@ def _list_files(root: Path) -> list[_File]:
                 continue
         except OSError:
             continue
-        files.append(_File(facts.st_mtime_ns, facts.st_size, path))
+        files.append(_CacheFile(facts.st_mtime_ns, facts.st_size, path))
     return files
 
 

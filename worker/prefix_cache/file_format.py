@@ -92,7 +92,7 @@ class FileHeader(msgspec.Struct, frozen=True):
     parts: list[int] = []
 
 
-class _Tensor(msgspec.Struct, frozen=True):
+class _TensorHeader(msgspec.Struct, frozen=True):
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
@@ -155,12 +155,12 @@ def encode(record: FileHeader, tokens: Tokens, span: Span, state: Sequence[Any] 
     described += [(name, _DTYPES[array.dtype], list(array.shape)) for name, array in zip(names, arrays, strict=True)]
     ids = memoryview(tokens.astype("<i4").tobytes())
     buffers = [ids, *views] if len(tokens) else views
-    table: dict[str, _Metadata | _Tensor] = {
+    table: dict[str, _Metadata | _TensorHeader] = {
         "__metadata__": _Metadata(msgspec.json.encode(record).decode(), "0" * _SEAL_DIGITS)
     }
     end = 0
     for (name, dtype, shape), buffer in zip(described, buffers, strict=True):
-        table[name] = _Tensor(dtype, shape, (end, end + buffer.nbytes))
+        table[name] = _TensorHeader(dtype, shape, (end, end + buffer.nbytes))
         end += buffer.nbytes
     header = msgspec.json.encode(table)
     header += b" " * (-len(header) % 8)
@@ -183,7 +183,7 @@ def open_file(file: BinaryIO) -> OpenedFile:
     try:
         table = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(table.pop("__metadata__"), type=_Metadata)
-        tensors = {name: msgspec.json.decode(raw, type=_Tensor).data_offsets for name, raw in table.items()}
+        tensors = {name: msgspec.json.decode(raw, type=_TensorHeader).data_offsets for name, raw in table.items()}
         record = msgspec.json.decode(metadata.mlxd, type=FileHeader)
     except (msgspec.MsgspecError, KeyError) as error:
         raise Corrupt(f"its header cannot be read: {error}") from error

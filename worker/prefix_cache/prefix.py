@@ -5,9 +5,10 @@ Evicted KV can be read back if it was written to disk. Other threads do these re
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import mlx.core as mx
 
@@ -16,12 +17,15 @@ from worker.kv.kv import KvLayout, Span, arrays_of, assemble, part_span, slice_s
 from worker.prefix_cache.block_events import BlockEventLog
 from worker.prefix_cache.branch import PrefixCursor
 from worker.prefix_cache.disk import CacheDisk, DiskEntry, DiskRead
+from worker.prefix_cache.evictions import EVERYTHING, MAX_EVICTIONS, CacheLookup, Eviction
 from worker.prefix_cache.radix_tree import EMPTY, Extent, Path, RadixNode, TokenCost, Tokens, Tree, new_state
 from worker.prefix_cache.salts import salt_key
 
-# Metal allows 499,000 buffers per process. Many small nodes would reach that limit long before any budget of bytes.
+# Maximum number of arrays of prefixes and running rows together. Metal allows 499,000 buffers per process, and ends a
+# process that allocates more; many small nodes would reach that long before any budget of bytes.
 MAX_ARRAYS: Final = 200_000
-# Minimum number of tokens of a file, of a read, and of a node that has only the part of a prefix that fits the budget.
+# Minimum number of tokens of a file and of a read. A node whose tokens exceed the budget is cut to the tokens that fit,
+# or left out if these are fewer than this minimum.
 MIN_TOKENS: Final = 64
 READ_TIMEOUT_S: Final = 30.0
 CLOSE_TIMEOUT_S: Final = 5.0
@@ -31,18 +35,30 @@ _PRUNE_INTERVAL_FILES: Final = 256
 _Write = tuple[DiskEntry, Span, list[Any] | None]
 
 
+class HeldSpan(NamedTuple):
+    """Span of a node with its number of tokens, because the node may be split later, and the node's `is_longer`."""
+
+    span: Span
+    tokens: int
+    is_longer: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """Pending reads from disk for one row, and the spans in memory that the row will also need."""
 
     reads: dict[DiskEntry, DiskRead]
-    # Each span is stored with its number of tokens, because its node may be split later.
-    held: dict[RadixNode, tuple[Span, int]]
+    held: dict[RadixNode, HeldSpan]
     deadline: float
 
     @property
     def is_settled(self) -> bool:
         return all(read.is_done for read in self.reads.values()) or time.monotonic() > self.deadline
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a read is late, or its file was unusable."""
+        return any(read.span is None for read in self.reads.values())
 
 
 class PrefixCache:
@@ -60,6 +76,9 @@ class PrefixCache:
         self._layout = layout
         self.budget = budget
         self._max_arrays = max_arrays
+        # Number of arrays of a running row, and of all running rows.
+        self.arrays_per_row = 0
+        self._row_arrays = 0
         self._tree = Tree(layout, journal)
         self._journal = journal
         self.disk = disk
@@ -70,6 +89,9 @@ class PrefixCache:
         self._due: list[_Write] = []
         self._lost = 0
         self.counts = Stats()
+        # Result of the newest `fetch`, and the newest evictions, which other threads may copy.
+        self.lookup = CacheLookup()
+        self.evictions: deque[Eviction] = deque(maxlen=MAX_EVICTIONS)
         # Newest failure to store a row's KV.
         self.failure: Exception | None = None
         if disk is not None:
@@ -108,10 +130,10 @@ class PrefixCache:
             return None
         return PrefixCursor(path[-1][0], len(tokens))
 
-    def attach(self, tokens: Tokens, salt: str, ticket: Ticket) -> None:
+    def attach(self, tokens: Tokens, salt: str, ticket: Ticket, rid: int = 0) -> None:
         """Put the results of a prefix's reads into memory, as far as they fit."""
         self._attach(self._tree.walk(tokens, salt_key(salt)), ticket)
-        self._evict()
+        self._evict(rid)
 
     def fetch(
         self,
@@ -119,10 +141,12 @@ class PrefixCache:
         salt: str = "",
         ticket: Ticket | None = None,
         whole: Callable[[int], int] | None = None,
+        rid: int = 0,
     ) -> tuple[int, list[Any]]:
         """Return the longest reusable prefix: its number of tokens, and copied caches, [] if there is none.
 
-        `whole` returns the last position, up to a given one, at which a prefix may end.
+        `whole` returns the last position, up to a given one, at which a prefix may end. `rid` is the request whose
+        prefix it is.
         """
         path = self._tree.walk(tokens, salt_key(salt))
         in_memory, _ = self._usable(path)
@@ -131,10 +155,13 @@ class PrefixCache:
         reusable, node = self._cut(*self._usable(path), whole)
         self.counts.prefix_queries += 1
         self.counts.prefix_query_tokens += len(tokens)
+        known = path[-1][0].begin + path[-1][1] if path else 0
+        problem = "disk" if ticket is not None and ticket.has_failed else ""
+        self.lookup = CacheLookup(reusable, max(0, reusable - in_memory), known, problem)
         if node is None:
-            self._evict()
+            self._evict(rid)
             return 0, []
-        self._tree.touch(node)
+        self._tree.touch(node, rid)
         self.counts.prefix_hits += 1
         self.counts.prefix_hit_tokens += reusable
         self.counts.disk_hits += reusable > in_memory
@@ -147,33 +174,43 @@ class PrefixCache:
             matched = min(matched, reusable - step.begin)
             spans.append(step.span if matched == len(step.tokens) else view_start(step.span, matched))
         caches = assemble(self._layout, spans, node.state or [], reusable)
-        self._evict()
+        self._evict(rid)
         return reusable, caches
 
-    def store(self, tokens: Tokens, caches: Sequence[Any], salt: str = "") -> None:
-        """Store the KV of `tokens` from `caches`, which have processed all of them; only new tokens are copied."""
+    def store(self, tokens: Tokens, caches: Sequence[Any], salt: str = "", rid: int = 0) -> None:
+        """Store the KV of `tokens` from `caches`, which have processed all of them; only new tokens are copied. `rid`
+        is the request that has computed them."""
         if self.budget <= 0 or len(tokens) == 0:
             return
         node, depth = self._tree.descend(tokens, salt_key(salt))
         self._tree.fill(node, caches)
         if depth < len(tokens):
             node = self._append(node, tokens, depth, caches)
+            if node.end < len(tokens):
+                self.evictions.append(Eviction(time.monotonic(), rid, node.end, len(tokens), rid))
         elif self._layout.needs_checkpoints and node.state is None:
             self._add_state(node, caches)
         if node.state is not None:
             self._tree.cover(node, caches)
-        self._tree.touch(node)
+        self._tree.touch(node, rid)
         self._tree.drop_useless(node)
-        self._evict()
+        self._evict(rid)
 
-    def resize(self, budget: int, price: TokenCost | None = None) -> None:
+    def make_room_for(self, rows: int) -> None:
+        """Leave room for the arrays of this number of running rows. Evicts the excess at once."""
+        before, self._row_arrays = self._row_arrays, rows * self.arrays_per_row
+        if self._row_arrays > before:
+            self._evict()
+
+    def resize(self, budget: int, token_cost: TokenCost | None = None) -> None:
         """Set the budget in bytes, and the nominal sizes in a group. Evicts the excess at once."""
         self.budget = budget
-        self._tree.set_price(price)
+        self._tree.set_token_cost(token_cost)
         self._evict()
 
     def clear(self) -> None:
         """Free all memory; files stay known. It is also safe after a `store` or `fetch` that raised."""
+        self.evictions.append(Eviction(time.monotonic(), 0, 0, EVERYTHING, 0))
         self._tree.clear()
 
     def fail(self, error: Exception) -> None:
@@ -194,16 +231,20 @@ class PrefixCache:
         if target is None or reach - self._usable(path)[0] < MIN_TOKENS:
             return None
         wanted: dict[DiskEntry, bool] = {}
-        held: dict[RadixNode, tuple[Span, int]] = {}
+        held: dict[RadixNode, HeldSpan] = {}
         for node, _ in path:
             if node.span is not None:
-                held[node] = node.span, len(node.tokens)
+                held[node] = HeldSpan(node.span, len(node.tokens), node.is_longer)
             elif node.extent is not None:
                 wanted.setdefault(node.extent.entry, False)
             if node is target:
                 break
         if self._layout.needs_checkpoints and target.state is None and target.saved is not None:
             wanted[target.saved] = True
+            # An edge that was computed as a part of a longer one has less KV of windows in memory than its file.
+            for node in self._tree.lacking(target):
+                if node.extent is not None and node.is_readable:
+                    wanted.setdefault(node.extent.entry, False)
         reads = {entry: self.disk.read(entry, with_state=with_state) for entry, with_state in wanted.items()}
         return Ticket(reads, held, time.monotonic() + READ_TIMEOUT_S)
 
@@ -296,14 +337,20 @@ class PrefixCache:
         last: RadixNode | None = None
         for node, _ in path:
             if not node.is_held:
-                span = _part(ticket, node)
+                held = ticket.held.get(node)
+                is_whole = held is not None and held.tokens == len(node.tokens)
+                span = held.span if held is not None and is_whole else _part_read(ticket, node)
                 if span is None:
                     break
                 self._tree.hold(node, span)
+                node.is_longer = held is not None and is_whole and held.is_longer
+            elif (span := _part_read(ticket, node)) is not None:
+                self._tree.widen(node, span)
             last = node
             read = ticket.reads.get(node.saved) if node.saved is not None else None
-            if node.state is None and read is not None and read.is_done and read.state is not None:
-                self._tree.set_state(node, read.state)
+            state = read.state if read is not None and read.is_done else None
+            if node.state is None and state is not None and self._tree.covers(node):
+                self._tree.set_state(node, state)
         if last is not None:
             self._tree.touch(last)
             self._tree.drop_useless(last)
@@ -359,17 +406,20 @@ class PrefixCache:
         self._tree.set_state(node, state)
         mx.async_eval(arrays_of([], state))
 
-    def _evict(self) -> None:
-        while self.nbytes > self.budget or self.arrays > self._max_arrays:
-            self._tree.release(self._tree.oldest)
+    def _evict(self, by: int = 0) -> None:
+        """Evict the oldest KV until the rest fits; `by` is the request that needs the memory."""
+        while len(self) and (self.nbytes > self.budget or self.arrays + self._row_arrays > self._max_arrays):
+            node = self._tree.oldest
+            end, above = node.end, node.parent
+            self._tree.release(node)
+            while above is not None and above.parent is not None and not above.is_held:
+                above = above.parent
+            self.evictions.append(Eviction(time.monotonic(), node.rid, above.end if above else 0, end, by))
             self.counts.prefix_evictions += 1
 
 
-def _part(ticket: Ticket, node: RadixNode) -> Span | None:
-    """Return the ticket's span of a node; the node may have been split since then."""
-    span, size = ticket.held.get(node, (None, 0))
-    if span is not None and size == len(node.tokens):
-        return span
+def _part_read(ticket: Ticket, node: RadixNode) -> Span | None:
+    """Return a node's span from the reads of a ticket; the node may have been split since then."""
     extent = node.extent
     read = ticket.reads.get(extent.entry) if extent is not None else None
     if extent is None or read is None or not read.is_done or read.span is None:

@@ -51,6 +51,8 @@ class RadixNode:
     children: "dict[int, RadixNode]" = field(default_factory=dict)
     nbytes: int = 0
     arrays: int = 0
+    # The request that used the node last.
+    rid: int = 0
 
     @property
     def begin(self) -> int:
@@ -96,7 +98,7 @@ class Tree:
     def __init__(self, layout: KvLayout, listener: "Listener | None" = None) -> None:
         self.layout = layout
         self._listener = listener
-        self.price: TokenCost | None = None
+        self.token_cost: TokenCost | None = None
         self.nbytes = 0
         self.arrays = 0
         self._roots: dict[str, RadixNode] = {}
@@ -144,7 +146,7 @@ class Tree:
         """Split an edge. Returns the upper half, which has no checkpoint."""
         parent, extent, size = node.parent, node.extent, len(node.tokens)
         assert parent is not None
-        upper = RadixNode(node.tokens[:at].copy(), node.begin + at, parent)
+        upper = RadixNode(node.tokens[:at].copy(), node.begin + at, parent, rid=node.rid)
         parent.children[int(upper.tokens[0])] = upper
         node.tokens, node.parent = node.tokens[at:].copy(), upper
         upper.children[int(node.tokens[0])] = node
@@ -192,19 +194,32 @@ class Tree:
             span = slice_span(caches, each.begin, each.end)
             mx.async_eval(arrays_of(span, []))
             self.hold(each, span)
+            # The file of a longer edge may lack a part of the windows that end at this node.
+            is_part = each.extent is not None and each.extent.end < len(each.extent.entry.tokens)
+            each.is_longer = is_part and bool(self.layout.windows)
 
     def covers(self, node: RadixNode) -> bool:
-        """Whether the path to `node` has, in memory, all tokens of the windows that end with it."""
+        """Whether the path to `node` has, in memory, the KV of all windows that end at this node."""
+        return next(self.lacking(node), None) is None
+
+    def lacking(self, node: RadixNode) -> Iterator[RadixNode]:
+        """Yield the nodes of the path to `node` whose span lacks KV of a window that ends at `node`."""
         for size, at in self.layout.windows:
             need = min(size, node.end)
             step: RadixNode | None = node
             while need > 0 and step is not None and step.span is not None:
-                count = step.span[at][0].shape[2]
-                if count < min(need, len(step.tokens)):
-                    return False
-                need -= count
+                if step.span[at][0].shape[2] < min(need, len(step.tokens)):
+                    yield step
+                need -= len(step.tokens)
                 step = step.parent
-        return True
+
+    def widen(self, node: RadixNode, span: Span) -> None:
+        """Replace a node's span by one that has more KV of the windowed layers, if `span` does."""
+        assert node.span is not None
+        counts = [(span[at][0].shape[2], node.span[at][0].shape[2]) for _, at in self.layout.windows]
+        if any(new > old for new, old in counts) and all(new >= old for new, old in counts):
+            node.span = span
+            self._account(node)
 
     def cover(self, node: RadixNode, caches: Sequence[Any]) -> None:
         """Store the missing KV of windowed layers before a checkpoint. An edge only has the last tokens of these
@@ -220,21 +235,22 @@ class Tree:
             self._account(step)
             step = step.parent
 
-    def touch(self, node: RadixNode) -> None:
+    def touch(self, node: RadixNode, rid: int = 0) -> None:
         """Make a path the newest, leaf first, so that ancestors stay newer than their descendants."""
         while node.parent is not None:
             self._recency.move_to_end(node)
+            node.rid = rid or node.rid
             node = node.parent
 
     def span_bytes(self, tokens: int, span: Span, state: Sequence[Any] | None) -> int:
         """Return the bytes of the KV of `tokens` tokens, and of the checkpoint at their end."""
-        if self.price is not None:
-            return tokens * self.price.token_bytes + (0 if state is None else self.price.state_bytes)
+        if self.token_cost is not None:
+            return tokens * self.token_cost.token_bytes + (0 if state is None else self.token_cost.state_bytes)
         return sum(array.nbytes for array in arrays_of(span, state or []))
 
-    def set_price(self, price: TokenCost | None) -> None:
-        if price != self.price:
-            self.price = price
+    def set_token_cost(self, token_cost: TokenCost | None) -> None:
+        if token_cost != self.token_cost:
+            self.token_cost = token_cost
             for node in self._recency:
                 self._account(node)
 
@@ -310,7 +326,6 @@ class Tree:
             self._detach(node)
 
     def _salt(self, node: RadixNode) -> str:
-        """Return the salt of the tree of a node."""
         top = node
         while top.parent is not None:
             top = top.parent
@@ -329,7 +344,7 @@ class Tree:
         arrays = arrays_of(node.span or [], node.state or [])
         size = self.span_bytes(len(node.tokens), node.span or [], node.state) + node.tokens.nbytes
         node.nbytes = size if node.is_held else 0
-        node.arrays = len(arrays) if self.price is None or not node.is_held else self.price.arrays
+        node.arrays = len(arrays) if self.token_cost is None or not node.is_held else self.token_cost.arrays
         self.nbytes += node.nbytes
         self.arrays += node.arrays
 

@@ -15,8 +15,9 @@ def adapter_salt(digest: str) -> str:
 
 
 def salt_key(salt: str) -> str:
-    """Return the name of a salt in the cache and its files, which must not reveal the salt. The integer id of an
-    adapter is appended."""
+    """Return the name that stands for a salt in the cache and its files, because these must not reveal the salt. The
+    integer id of an adapter is appended.
+    """
     key = hashlib.blake2b(salt.encode(), digest_size=16).hexdigest()
     if not salt.startswith(_ADAPTER):
         return key

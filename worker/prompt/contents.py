@@ -25,7 +25,7 @@ def parts(content: Content) -> list[Part]:
 
 
 def joined(contents: Iterable[Content], between: str = "\n\n") -> Content:
-    """Join contents: to a text if all of them are texts, otherwise to a list without adjacent texts."""
+    """Join contents. The result is text if all are text, otherwise a list in which adjacent texts are merged."""
     contents = list(contents)
     if not any(isinstance(content, list) for content in contents):
         return between.join(words(content) for content in contents)

@@ -36,8 +36,8 @@ class ModelFamily:
             raise LoadFailed(Code.BAD_CONFIG, str(error)) from error
         # Tools for a template without tools are written as text, in the format that the `hermes` parser reads.
         self.tool_family = self.family if knows_tools and has_calls(self.family) else "hermes"
-        self.closing_ids = _ids(loaded, self._closing())
-        # If a tool call is required, the reasoning must be followed by a message to a tool.
+        self.closing_ids = _ids(loaded, _closing(self.family))
+        # Tokens that end the reasoning if a call is required: a message to a tool must follow it.
         self.calling_ids = _ids(loaded, next_message(self.family)) or self.closing_ids
         self.visible = self._visible(tokenizer, template or "", plain_chat)
         added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -70,8 +70,8 @@ class ModelFamily:
         """Make the parser of one answer, and return whether the answer begins inside reasoning.
 
         The ids of the answer's calls derive from `id_seed`, so that a successor of this worker generates the same ids.
-        With `is_ruled`, a grammar matches characters regardless of tokens, so the parser of its output must do the
-        same.
+        `is_ruled` means that a grammar constrains the output. A grammar matches characters, not tokens, so the parser
+        then ignores control tokens too.
         """
         is_reasoning = start_in_reasoning(self.family, rendered)
         parser = make_parser(
@@ -84,12 +84,6 @@ class ModelFamily:
         )
         return parser, is_reasoning
 
-    def _closing(self) -> str:
-        """Return the markup that ends reasoning and begins the answer; empty for a family without reasoning."""
-        end = reasoning_end(self.family)
-        is_message = isinstance(FAMILIES[self.family].grammar, Channels)
-        return end if is_message or not end else f"\n{end}\n\n"
-
     def _visible(self, tokenizer: Any, template: str, plain_chat: str) -> frozenset[str]:
         """Return the special tokens that parsers receive: tokens in the family's markers, and tokens that the template
         uses for more than turns."""
@@ -100,6 +94,25 @@ class ModelFamily:
             for token in special
             if any(token in marker for marker in markers) or (token in template and token not in plain_chat)
         )
+
+
+def answer_opening(family: str, rendered: str) -> str:
+    """Return the markup that a rendered prompt needs, so that its next token is the first of the answer's text."""
+    end = _closing(family)
+    if start_in_reasoning(family, rendered):
+        return end
+    if not isinstance(FAMILIES[family].grammar, Channels):
+        return ""
+    header = end[end.index("<|start|>") :]
+    written = next(at for at in range(len(header), -1, -1) if rendered.endswith(header[:at]))
+    return header[written:]
+
+
+def _closing(family: str) -> str:
+    """Return the markup that ends reasoning and begins the answer; empty for a family without reasoning."""
+    end = reasoning_end(family)
+    is_message = isinstance(FAMILIES[family].grammar, Channels)
+    return end if is_message or not end else f"\n{end}\n\n"
 
 
 def _ids(loaded: LoadedModel, text: str) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
-"""Intake of generation requests: renders, encodes and validates a `Generate` to a `Row`, on a thread of its own.
+"""Intake of generation requests: renders, encodes and validates each `Generate` to make a `Row`, on its own thread.
 
-MLX does no bounds checks, so every id that could reach it is checked here.
+MLX checks no bounds, so every token id that could reach it is checked here.
 """
 
 import logging
@@ -15,6 +15,7 @@ from protocol.prompts import (
     ChatPrompt,
     EmbedPrompt,
     Infill,
+    NextTurnPrompt,
     Prompt,
     ScorePrompt,
     SpeechPrompt,
@@ -23,8 +24,6 @@ from protocol.prompts import (
     TranscribePrompt,
 )
 from protocol.to_worker import (
-    REPETITION_PENALTY_MAX,
-    REPETITION_PENALTY_MIN,
     Constraint,
     Detokenize,
     Generate,
@@ -32,6 +31,7 @@ from protocol.to_worker import (
     Tokenize,
 )
 from worker.engine.output import OutputWriter
+from worker.engine.questions import RowQuestions
 from worker.engine.row import PromptReport, Row, RowStats, RowText
 from worker.errors import RequestInvalid
 from worker.model.loader import LoadedModel
@@ -42,10 +42,22 @@ from worker.prompt.encode import PromptEncoder
 from worker.prompt.family import ModelFamily
 from worker.prompt.infill import InfillPrompts
 from worker.prompt.media_prompt import EncodedPrompt, open_media, unserved
+from worker.prompt.next_turn import NextTurnPrompts
+from worker.prompt.questions import QuestionPrompts, question_salt, with_slot
+from worker.prompt.recent_prompts import RecentPrompts
 from worker.prompt.sparse_limits import NO_SPARSE, SparseLimits, name_kept
 from worker.prompt.templates import Renderer
-from worker.prompt.token_limits import check_limits
+from worker.prompt.text_limits import (
+    MAX_CHARS_PER_TOKEN,
+    MAX_COUNTED_CONTEXTS,
+    check_countable,
+    check_ids,
+    empty_prompt,
+    generates_text,
+)
+from worker.prompt.token_limits import check_limits, check_sampling
 from worker.prompt.truncation import CONTEXTS, fit_tokens, fit_turns, is_cut
+from worker.prompt.turn_starts import TurnStarts
 from worker.prompt.word_ids import WordIds
 from worker.sampling.prompt_scores import scored_top
 from worker.speculation.draft_state import UNLIMITED_DRAFT_TOKENS, Drafting
@@ -58,10 +70,6 @@ log = logging.getLogger("mlxd.worker")
 
 # Number of tokens at a prompt's end that are decoded to find whether the prompt ends inside reasoning.
 _PROMPT_END_TOKENS = 4096
-# Maximum number of characters per token of the context; longer text hardly ever fits the context.
-_MAX_CHARS_PER_TOKEN: Final = 8
-# Maximum length of a prompt whose tokens are counted, as a multiple of the text that fits the context.
-_MAX_COUNTED_CONTEXTS: Final = 4
 # Number of tokens that a cut may add to a text, because it may split a token.
 _CUT_EXTRA_TOKENS: Final = 16
 # Limits of a request's media if the worker's specification has none.
@@ -95,11 +103,13 @@ class Intake:
         opened, closed = self._renderer.probe()
         self._family = ModelFamily(loaded, opened, self._renderer.knows_tools, parser)
         self.vocabulary = Vocabulary(loaded.tokenizer)
+        self.recent = RecentPrompts()
         self._chat_vocabulary = Vocabulary(loaded.tokenizer, self._family.visible)
-        # Vocabulary in which special tokens have text; made for the first request that shows them.
+        # Vocabulary in which special tokens have text; made when the first request asks for them in its output.
         self._whole_vocabulary: Vocabulary | None = None
         self._infill = InfillPrompts(loaded.tokenizer, self._encoder, loaded.vocab_size)
         self._adapters = adapters_of(loaded.model)
+        self._questions = QuestionPrompts(self._encoder, self._family.family, loaded.vocab_size)
         self._words = WordIds(self._encoder, self.vocabulary, loaded.vocab_size)
         self.writer = OutputWriter(self.vocabulary, self._family.controls)
         self._rules = Rules(
@@ -107,9 +117,17 @@ class Intake:
         )
         self._tool_rules = ToolRules(self._rules, loaded.tokenizer, self._family.tool_family, loaded.eos_ids)
         self._eos_ids = tuple(loaded.eos_ids)
+        self._next_turns = NextTurnPrompts(
+            self.recent,
+            self._chat_vocabulary,
+            self.writer,
+            self._family,
+            self._render,
+            lambda chat: self._encode(chat, "").ids,
+        )
         self._suppressed = tuple(loaded.vision.needs.suppressed) if loaded.vision is not None else ()
         self._relaxed = loaded.relaxed
-        self._turn_starts = self._find_turn_starts(opened[len(closed) :]) - set(self._suppressed)
+        self._turn_starts = TurnStarts(self._encoder, opened[len(closed) :], self.vocabulary.hidden, self._suppressed)
 
     @property
     def has_chat_template(self) -> bool:
@@ -123,19 +141,19 @@ class Intake:
 
     def row(self, request: Generate, arrived: float) -> Row:
         """Return a validated row. Its rule is set later, by `restrict`. Raises `RequestInvalid`."""
-        self._check_sampling(request)
+        check_sampling(request, self._vocab_size, is_restricted=self.is_restricted(request))
         adapter = self._adapter(request.adapter)
-        encoded = self._encode_fitting(request)
+        encoded, questions = self._encode_asked(request) if request.questions else (self._encode_fitting(request), None)
         ids, text = encoded.ids, encoded.text
-        # The model itself sampled the ids in `resume`, possibly from the padding of its table beyond the vocabulary.
-        self._check_ids(request.resume, "resume", self._table_rows)
+        # The model itself sampled the ids in `resume`. Its table may have rows beyond the vocabulary.
+        check_ids(request.resume, "resume", self._table_rows)
         keep = self._sparse.keep_of(request, len(ids), has_media=bool(encoded.spans))
-        is_chat = isinstance(request.prompt, ChatPrompt)
+        is_chat = isinstance(request.prompt, ChatPrompt | NextTurnPrompt)
         row = Row(
             rid=request.rid,
             prompt=ids,
             sampling=self._sampling(request),
-            max_tokens=self._room(len(ids), request),
+            max_tokens=self._room(len(ids), request) if questions is None else 1,
             text=RowText(
                 self._vocabulary_of(request, is_chat=is_chat).detokenizer(ids),
                 StopScanner(request.stop, is_inclusive=request.includes_stop),
@@ -155,19 +173,20 @@ class Intake:
             priority=request.priority,
             deadline=arrived + request.deadline_ms / 1e3 if request.deadline_ms else None,
             want_progress=request.want_progress,
-            cache_salt=request.cache_salt if adapter is None else adapter.salt + request.cache_salt,
+            cache_salt="".join((adapter.salt if adapter else "", question_salt(questions), request.cache_salt)),
             adapter=adapter,
             tenant=request.tenant,
-            boundaries=self._boundaries(ids) if is_chat else [],
+            boundaries=self._turn_starts.positions(ids) if is_chat else [],
             media=encoded.spans,
             left_out=encoded.left_out,
             positions=encoded.positions,
             relaxed=(*self._relaxed, *encoded.relaxed, *name_kept(len(ids), keep)),
             keep=keep,
             drafting=self._drafting(request, by_model=not keep),
+            questions=questions,
         )
         check_limits(row.sampling, row.words, self._eos_ids, self._suppressed, self._vocab_size)
-        if isinstance(request.prompt, ChatPrompt):
+        if isinstance(request.prompt, ChatPrompt) and questions is None:
             row.text.parser, row.thinking.is_open = self._family.parser(
                 request.prompt,
                 text or "",
@@ -178,10 +197,11 @@ class Intake:
             row.thinking.closing_ids = self._family.closing_ids
             row.text.is_one_call = request.prompt.one_call
         self.writer.replay(row, request.resume)
+        self.recent.add(row, request.prompt, len(text or ""))
         return row
 
     def _vocabulary_of(self, request: Generate, *, is_chat: bool) -> Vocabulary:
-        """Return the vocabulary of the output, with or without hidden special tokens."""
+        """Return the vocabulary that decodes the output. It hides special tokens unless the request shows them."""
         if request.shows_special:
             self._whole_vocabulary = self._whole_vocabulary or self.vocabulary.with_special()
             return self._whole_vocabulary
@@ -193,6 +213,8 @@ class Intake:
             case Detokenize(rid, ids):
                 self._check_count(ids, "tokens")
                 return Tokenized(rid, len(ids), text=self.vocabulary.decode(ids))
+            case Tokenize(rid, ChatPrompt() as prompt, want_text=True):
+                return Tokenized(rid, 0, text=self._render(prompt))
             case Tokenize(rid, prompt, want_ids):
                 count, ids = 0, list[int]()
                 for part in self._parts(prompt):
@@ -202,7 +224,7 @@ class Intake:
                     if want_ids:
                         ids += part
                 if not count:
-                    raise _empty()
+                    raise empty_prompt()
                 return Tokenized(rid, count, tuple(ids))
 
     def _parts(self, prompt: Prompt) -> Iterable[Sequence[int]]:
@@ -214,32 +236,28 @@ class Intake:
             case TextPrompt(text):
                 pass
             case EmbedPrompt() | ScorePrompt() | TranscribePrompt() | SpeechPrompt():
-                raise _generates_text()
+                raise generates_text()
+            case NextTurnPrompt():
+                return [self._next_turns.encode(prompt)]
             case ChatPrompt() if prompt.media:
-                ids = self._encode_media(prompt, lambda text, _: self._encode_question(text, prompt)).ids
+                ids = self._encode_media(prompt, lambda text, _: self._encode_counted(text, prompt)).ids
                 self._check_count(ids, "messages")
                 return [ids]
             case ChatPrompt():
                 text = self._render(prompt)
-        self._check_characters(text, prompt)
+        check_countable(text, _param(prompt), self.max_context)
         return self._encoder.slices(text, add_special_tokens=_adds_special(prompt))
 
-    def _encode_question(self, text: str, prompt: Prompt) -> list[int]:
-        self._check_characters(text, prompt)
+    def _encode_counted(self, text: str, prompt: Prompt) -> list[int]:
+        check_countable(text, _param(prompt), self.max_context)
         return self._encoder.encode(text, add_special_tokens=False)
 
-    def _check_characters(self, text: str, prompt: Prompt) -> None:
-        most = _MAX_COUNTED_CONTEXTS * _MAX_CHARS_PER_TOKEN * self.max_context
-        if len(text) > most:
-            message = f"The text has {len(text)} characters; tokens are counted of at most {most} at once."
-            raise RequestInvalid(Code.INVALID_REQUEST, message, param=_param(prompt))
-
     def _check_count(self, ids: Sequence[int], param: str) -> None:
-        most = _MAX_COUNTED_CONTEXTS * self.max_context
+        most = MAX_COUNTED_CONTEXTS * self.max_context
         if len(ids) > most:
             message = f"{param} has {len(ids)} token ids; at most {most} are taken at once."
             raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
-        self._check_ids(ids, param)
+        check_ids(ids, param, self._vocab_size)
 
     def is_restricted(self, request: Generate) -> bool:
         """Return whether a row needs `restrict` before it may run."""
@@ -282,11 +300,11 @@ class Intake:
     def _drafting(self, request: Generate, *, by_model: bool) -> Drafting:
         """Return the drafting options of a request.
 
-        A prediction longer than the context is useless. For a sparse prompt, the draft model would need KV of the
-        tokens that the model skips.
+        A prediction is cut to the length of the context. `by_model` is false for a sparse prompt, because the draft
+        model would need the KV of tokens that sparse prefill skips.
         """
         most = UNLIMITED_DRAFT_TOKENS if request.most_drafted is None else request.most_drafted
-        text = request.prediction[: self.max_context * _MAX_CHARS_PER_TOKEN] if most else ""
+        text = request.prediction[: self.max_context * MAX_CHARS_PER_TOKEN] if most else ""
         ids = self._encoder.encode(text, add_special_tokens=False)[: self.max_context] if text else []
         # A tokenizer may have more tokens than the model: no draft may contain such tokens, nor continue after them.
         known = tuple(token if token < self._vocab_size else BREAK for token in ids)
@@ -310,6 +328,27 @@ class Intake:
         opening = self._encoder.opening if _adds_special(prompt) else 0
         return fit_tokens(request, self._encode(prompt, salt, CONTEXTS), opening, self.max_context)
 
+    def _encode_asked(self, request: Generate) -> tuple[EncodedPrompt, RowQuestions]:
+        """Encode a chat up to its questions, and the questions."""
+        if not isinstance(request.prompt, ChatPrompt):
+            raise RequestInvalid(Code.INVALID_REQUEST, "questions are asked about a chat", param="questions")
+        prompt, rest = with_slot(request.prompt), ""
+
+        def encode(text: str, placeholders: int) -> list[int]:
+            nonlocal rest
+            head, rest = self._questions.cut(text)
+            return self._encode_beside(head, placeholders, prompt)
+
+        if prompt.media:
+            encoded = self._encode_media(prompt, encode, request.cache_salt)
+        else:
+            encoded = EncodedPrompt(encode(self._render(prompt), 0))
+        check_ids(encoded.ids, "prompt", self._vocab_size)
+        self._room(len(encoded.ids), request)
+        tokens = len(encoded.ids)
+        asked = self._questions.encode(request.questions, rest, tokens, encoded.spans, self.max_context)
+        return encoded, asked
+
     def _encode(self, prompt: Prompt, salt: str, contexts: int = 1) -> EncodedPrompt:
         """Encode the prompt; refuse it early if it is far longer than this many contexts."""
         match prompt:
@@ -321,11 +360,13 @@ class Intake:
                 encoded = EncodedPrompt(self._encode_text(text, prompt, contexts), text)
             case TokensPrompt(ids=given):
                 encoded = EncodedPrompt(list(given))
+            case NextTurnPrompt():
+                encoded = EncodedPrompt(self._next_turns.encode(prompt))
             case EmbedPrompt() | ScorePrompt() | TranscribePrompt() | SpeechPrompt():
-                raise _generates_text()
+                raise generates_text()
         if not encoded.ids:
-            raise _empty()
-        self._check_ids(encoded.ids, "prompt")
+            raise empty_prompt()
+        check_ids(encoded.ids, "prompt", self._vocab_size)
         return encoded
 
     def _encode_chat(self, prompt: ChatPrompt, salt: str, contexts: int) -> EncodedPrompt:
@@ -334,11 +375,15 @@ class Intake:
             return EncodedPrompt(self._encode_text(text, prompt, contexts), text)
 
         def encode(text: str, placeholders: int) -> list[int]:
-            if placeholders >= contexts * self.max_context:
-                raise self._too_long(placeholders, prompt, "at least ")
-            return self._encode_text(text, prompt, contexts)
+            return self._encode_beside(text, placeholders, prompt, contexts)
 
         return self._encode_media(prompt, encode, salt)
+
+    def _encode_beside(self, text: str, placeholders: int, prompt: Prompt, contexts: int = 1) -> list[int]:
+        """Encode the text of a prompt in which media take `placeholders` more tokens."""
+        if placeholders >= contexts * self.max_context:
+            raise self._too_long(placeholders, prompt, "at least ")
+        return self._encode_text(text, prompt, contexts)
 
     def _encode_media(
         self, prompt: ChatPrompt, encode: Callable[[str, int], list[int]], salt: str = ""
@@ -353,37 +398,20 @@ class Intake:
 
     def _encode_infill(self, prefix: str, infill: Infill, prompt: Prompt) -> list[int]:
         characters = sum(map(len, (prefix, infill.suffix, infill.middle, *(text for _, text in infill.files))))
-        if characters > _MAX_CHARS_PER_TOKEN * self.max_context:
-            raise self._too_long(characters // _MAX_CHARS_PER_TOKEN, prompt, "at least ")
+        if characters > MAX_CHARS_PER_TOKEN * self.max_context:
+            raise self._too_long(characters // MAX_CHARS_PER_TOKEN, prompt, "at least ")
         return self._infill.encode(prefix, infill)
 
     def _encode_text(self, text: str, prompt: Prompt, contexts: int) -> list[int]:
         add_special_tokens, most = _adds_special(prompt), contexts * self.max_context
         # The beginning of text that cannot fit is enough to refuse it; encoding megabytes would take seconds and
         # gigabytes.
-        start = text[: _MAX_CHARS_PER_TOKEN * most]
+        start = text[: MAX_CHARS_PER_TOKEN * most]
         if len(start) < len(text):
             at_least = len(self._encoder.encode(start, add_special_tokens=add_special_tokens))
             if at_least > most + _CUT_EXTRA_TOKENS:
                 raise self._too_long(at_least, prompt, "at least ")
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)
-
-    def _check_ids(self, ids: Iterable[int], param: str, known: int = 0) -> None:
-        known = known or self._vocab_size
-        for token in ids:
-            if not 0 <= token < known:
-                message = f"{param} names token id {token}, outside of the model's vocabulary of {known}"
-                raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
-
-    def _boundaries(self, ids: list[int]) -> list[int]:
-        """Return the positions at which messages begin."""
-        return [at for at, token in enumerate(ids) if token in self._turn_starts and at > 0]
-
-    def _find_turn_starts(self, generation_prompt: str) -> frozenset[int]:
-        """Return the control token that begins each message; all control tokens if it is not known."""
-        first = self._encoder.encode(generation_prompt, add_special_tokens=False)[:1]
-        hidden = self.vocabulary.hidden
-        return frozenset(first) & hidden or hidden
 
     def _sampling(self, request: Generate) -> Sampling:
         """Return the sampling options of a row: a fill-in-the-middle answer also ends at tokens that begin another
@@ -393,27 +421,6 @@ class Intake:
         if not isinstance(prompt, TextPrompt) or prompt.infill is None or sampling.ignore_eos:
             return sampling
         return structs.replace(sampling, stop_ids=(*sampling.stop_ids, *self._infill.stop_ids))
-
-    def _check_sampling(self, request: Generate) -> None:
-        sampling = request.sampling
-        self._check_ids(sampling.logit_bias, "logit_bias")
-        self._check_ids(sampling.stop_ids, "stop_token_ids")
-        self._check_ids(sampling.allowed_ids, "allowed_token_ids")
-        limits = (("min_tokens", sampling.min_tokens), ("bad_words", sampling.bad_words))
-        for param, value in (*limits, ("allowed_token_ids", sampling.allowed_ids)):
-            if value and self.is_restricted(request):
-                message = f"{param} cannot be combined with a format of the output or tools that must be called"
-                raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
-        likeliest = (("top_logprobs", request.top_logprobs), ("prompt_logprobs", request.prompt_logprobs))
-        for param, value in (("top_k", sampling.top_k), *((param, value or 0) for param, value in likeliest)):
-            if not 0 <= value <= self._vocab_size:
-                message = f"{param} is {value}, but the model's vocabulary has {self._vocab_size} tokens"
-                raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
-        if not REPETITION_PENALTY_MIN <= sampling.repetition_penalty <= REPETITION_PENALTY_MAX:
-            message = f"repetition_penalty is not within {REPETITION_PENALTY_MIN:g} and {REPETITION_PENALTY_MAX:g}"
-            raise RequestInvalid(Code.INVALID_REQUEST, message, param="repetition_penalty")
-        if request.max_tokens is not None and request.max_tokens < 0:
-            raise RequestInvalid(Code.INVALID_REQUEST, "max_tokens is negative", param="max_tokens")
 
     def _room(self, prompt_tokens: int, request: Generate) -> int:
         """Return the maximum number of tokens to generate: the requested number, or the rest of the context."""
@@ -438,12 +445,3 @@ def _adds_special(prompt: Prompt) -> bool:
 
 def _param(prompt: Prompt) -> str:
     return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
-
-
-def _generates_text() -> RequestInvalid:
-    message = "This model generates text: it makes neither embeddings nor scores."
-    return RequestInvalid(Code.UNSUPPORTED, message, param="model")
-
-
-def _empty() -> RequestInvalid:
-    return RequestInvalid(Code.INVALID_REQUEST, "the prompt is empty", param="prompt")

@@ -26,7 +26,7 @@ For each call, answer with a JSON object within <tool_call></tool_call> tags, an
 {{"name": <function-name>, "arguments": <arguments-object>}}
 </tool_call>"""
 
-# Text in place of a result that consists of media only, and between a result and its media.
+# Text of a result that consists of media only, and of an answer between a result and its media.
 SHOWN_NEXT: Final = "(shown in the next message)"
 
 

@@ -238,7 +238,7 @@ class Renderer:
         return unchanged
 
     def _shows(self, role: str, kind: str = "image") -> bool:
-        """Return whether the template renders a medium in a message of this role, at its place."""
+        """Return whether the template renders a medium in a message of this role exactly once."""
         if self._markers is None or kind not in self._markers.by_kind:
             return False
         shown = {"role": role, "content": [{"type": "text", "text": "word1"}, {"type": kind, "media": 0}]}
@@ -302,8 +302,8 @@ class Renderer:
         return any(re.search(rf"\b{name}\b", template) for template in self._templates.values())
 
     def _renders_tools(self) -> bool:
-        """Return whether the template renders tools with some rewrite of the messages; it may also refuse or ignore
-        them.
+        """Return whether the template renders tools, at least after some rewrite of the messages. Other templates
+        refuse or ignore tools.
         """
         if not self._templates:
             return True

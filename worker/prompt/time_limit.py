@@ -28,7 +28,7 @@ class _TimeLimitExceeded(BaseException):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Rendering:
+class _LimitedCall:
     """One call of `TimeLimit.run`. The watcher holds the lock while it raises the exception."""
 
     thread: int
@@ -44,8 +44,8 @@ class TimeLimit:
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._begun: SimpleQueue[_Rendering] = SimpleQueue()
-        self._running: set[_Rendering] = set()
+        self._begun: SimpleQueue[_LimitedCall] = SimpleQueue()
+        self._running: set[_LimitedCall] = set()
         self._starting = threading.Lock()
         self._watcher: threading.Thread | None = None
 
@@ -60,14 +60,14 @@ class TimeLimit:
             raise RequestInvalid(Code.TEMPLATE_ERROR, message, param="messages") from None
 
     def _run(self, render: Callable[[], T]) -> T:
-        rendering = _Rendering(threading.get_ident(), time.monotonic() + self._limit_s)
+        rendering = _LimitedCall(threading.get_ident(), time.monotonic() + self._limit_s)
         self._running.add(rendering)
         self._begun.put(rendering)
         try:
             return render()
         finally:
-            # An exception raised here belongs to this call: the watcher raises at most one, and none after it sees this
-            # change.
+            # The watcher raises at most one exception per call, and none after it sees this change, so an exception
+            # that is raised here belongs to this call.
             self._running.discard(rendering)
             with rendering.lock:
                 _raise_in_thread(rendering.thread, _NULL)

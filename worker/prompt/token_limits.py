@@ -4,8 +4,9 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 from protocol.failures import Code
-from protocol.to_worker import Sampling
+from protocol.to_worker import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN, Generate, Sampling
 from worker.errors import RequestInvalid
+from worker.prompt.text_limits import check_ids
 from worker.sampling.penalties import BadWords
 
 
@@ -41,3 +42,27 @@ def _may_forbid(words: Sequence[Sequence[int]], allowed: Collection[int]) -> boo
 
 def _refusal(message: str, param: str) -> RequestInvalid:
     return RequestInvalid(Code.INVALID_REQUEST, message, param=param)
+
+
+def check_sampling(request: Generate, vocab_size: int, *, is_restricted: bool) -> None:
+    """Check the parameters of a request that has a grammar or tools that must be called if `is_restricted`. Raises
+    `RequestInvalid`."""
+    sampling = request.sampling
+    check_ids(sampling.logit_bias, "logit_bias", vocab_size)
+    check_ids(sampling.stop_ids, "stop_token_ids", vocab_size)
+    check_ids(sampling.allowed_ids, "allowed_token_ids", vocab_size)
+    limits = (("min_tokens", sampling.min_tokens), ("bad_words", sampling.bad_words))
+    for param, value in (*limits, ("allowed_token_ids", sampling.allowed_ids)):
+        if value and is_restricted:
+            message = f"{param} cannot be combined with a format of the output or tools that must be called"
+            raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
+    likeliest = (("top_logprobs", request.top_logprobs), ("prompt_logprobs", request.prompt_logprobs))
+    for param, value in (("top_k", sampling.top_k), *((param, value or 0) for param, value in likeliest)):
+        if not 0 <= value <= vocab_size:
+            message = f"{param} is {value}, but the model's vocabulary has {vocab_size} tokens"
+            raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
+    if not REPETITION_PENALTY_MIN <= sampling.repetition_penalty <= REPETITION_PENALTY_MAX:
+        message = f"repetition_penalty is not within {REPETITION_PENALTY_MIN:g} and {REPETITION_PENALTY_MAX:g}"
+        raise RequestInvalid(Code.INVALID_REQUEST, message, param="repetition_penalty")
+    if request.max_tokens is not None and request.max_tokens < 0:
+        raise RequestInvalid(Code.INVALID_REQUEST, "max_tokens is negative", param="max_tokens")

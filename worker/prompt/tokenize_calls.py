@@ -1,4 +1,5 @@
-"""Tokenize and detokenize calls, answered on a thread of their own so that no generation waits for them."""
+"""Calls for token counts, texts and explanations, answered on a thread of their own so that no generation waits for
+them."""
 
 import os
 import sys
@@ -9,12 +10,14 @@ from contextlib import AbstractContextManager, suppress
 from typing import Final, Protocol
 
 from protocol.failures import Code, Failure
-from protocol.from_worker import Rejected, Tokenized, Up
-from protocol.to_worker import Detokenize, Tokenize
+from protocol.from_worker import Explained, Rejected, Tokenized, Up
+from protocol.to_worker import Detokenize, Explain, Tokenize
 from worker.engine.gauges import Gauges
 from worker.model import memory
 
 TokenCall = Tokenize | Detokenize
+WorkerCall = TokenCall | Explain
+ExplainMiss = Callable[[Explain], Explained]
 
 MAX_WAITING_CALLS: Final = 64
 # Nice value of the thread: on Linux a thread may lower its own priority, so that other threads run first.
@@ -32,7 +35,7 @@ class CallAnswerer(Protocol):
 
 
 class TokenizeCalls:
-    """Queue of tokenize and detokenize calls, answered one by one. The receiving thread calls `put` and `abort`."""
+    """Queue of calls, answered one by one. The receiving thread calls `put` and `abort`."""
 
     def __init__(
         self,
@@ -40,14 +43,17 @@ class TokenizeCalls:
         send: Callable[[Up], None],
         refusing: Callable[[int], AbstractContextManager[None]],
         gauges: Gauges,
+        explain: ExplainMiss | None = None,
     ) -> None:
-        """`refusing(rid)` returns a context manager that turns any error inside it into a `Rejected` of `rid`."""
+        """`refusing(rid)` returns a context manager that turns any error inside it into a `Rejected` of `rid`. A model
+        without a prefix cache has no `explain`."""
+        self._explain = explain or _explain_nothing
         self._intake = intake
         self._send = send
         self._refusing = refusing
         self._gauges = gauges
         self._changed = threading.Condition()
-        self._waiting: OrderedDict[int, TokenCall] = OrderedDict()
+        self._waiting: OrderedDict[int, WorkerCall] = OrderedDict()
         # Rid of the call that is being answered.
         self._rid: int | None = None
         # Whether the client still wants the answer of the current call.
@@ -56,7 +62,7 @@ class TokenizeCalls:
     def start(self) -> None:
         threading.Thread(target=self._run, name="tokenize calls", daemon=True).start()
 
-    def put(self, call: TokenCall) -> None:
+    def put(self, call: WorkerCall) -> None:
         """Queue a call, or refuse it if too many are waiting."""
         with self._changed:
             if is_full := len(self._waiting) >= MAX_WAITING_CALLS:
@@ -86,6 +92,9 @@ class TokenizeCalls:
         while True:
             call = self._next()
             with self._refusing(call.rid):
+                if isinstance(call, Explain):
+                    self._send(self._explain(call))
+                    continue
                 answer = self._intake.tokenize(call, lambda: self._is_wanted)
                 if answer is not None:
                     self._send(answer)
@@ -93,7 +102,7 @@ class TokenizeCalls:
                     answer = None
                     memory.give_back_heap()
 
-    def _next(self) -> TokenCall:
+    def _next(self) -> WorkerCall:
         with self._changed:
             self._rid = None
             while not self._waiting:
@@ -101,3 +110,7 @@ class TokenizeCalls:
             self._rid, call = self._waiting.popitem(last=False)
             self._is_wanted = True
             return call
+
+
+def _explain_nothing(call: Explain) -> Explained:
+    return Explained(call.rid)

@@ -83,7 +83,9 @@ def fit_tokens(request: Generate, whole: EncodedPrompt, opening: int, context: i
 
 
 def excess(tokens: int, context: int, max_tokens: int | None) -> int:
-    """Return the number of tokens to remove, in whole steps, so that up to one step remains for the answer."""
+    """Return the number of tokens to remove, in whole steps. Room for the answer remains: `max_tokens`, but at most one
+    step.
+    """
     step = max(1, context // _STEPS)
     room = step if max_tokens is None else max(1, min(max_tokens, step))
     return -(-(tokens + room - context) // step) * step

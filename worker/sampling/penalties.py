@@ -15,7 +15,7 @@ from protocol.to_worker import Sampling
 Processor = Callable[[mx.array, mx.array], mx.array]
 """(context ids `[tokens]`, logits `[1, vocab]`) -> logits; context is prompt and output so far."""
 
-# Maximum length of a repetition that increases the penalty, as in DRY's first implementation.
+# Length of a repetition above which the penalty does not grow, as in DRY's first implementation.
 DRY_MAX_MATCH_TOKENS: Final = 50
 # Maximum number of newest context tokens that DRY searches: each step takes about 200 bytes per token and row.
 DRY_WINDOW_TOKENS: Final = 32_768
@@ -118,7 +118,7 @@ def _dry(params: Sampling, breakers: Sequence[int]) -> Processor:
         depth = min(DRY_MAX_MATCH_TOKENS, length - 1)
         back = mx.arange(depth)[:, None]
         ends = context[length - 1 - back]
-        # An entry is true if the token before an earlier place equals the token at the same distance from the end.
+        # An entry is true if the token `back` places before an earlier place equals the token as far before the end.
         at = mx.arange(length - 1)[None] - back
         is_same = (at >= 0) & (context[mx.maximum(at, 0)] == ends) & ~is_breaker[ends]
         lengths = mx.sum(mx.cumprod(is_same.astype(mx.int32), axis=0), axis=0)

@@ -235,7 +235,9 @@ def _without_the_likely(scaled: mx.array, threshold: mx.array, coins: mx.array) 
 
 
 def _excludes(params: Sampling, position: int) -> bool:
-    """Return whether XTC applies at this position. It depends only on (seed, position), not on the token's draw."""
+    """Return whether XTC applies at this position. The result depends only on (seed, position), not on the token's
+    draw.
+    """
     if params.xtc_probability <= 0:
         return False
     high, low = _key(params.seed ^ _XTC_SEED_MASK, position)

@@ -22,7 +22,7 @@ _Key = tuple[bytes, float, str]
 
 
 @dataclass(slots=True)
-class _Current:
+class _CurrentPrompt:
     """Prompt that the smaller model currently reads; `rid` is the first request that needs it."""
 
     rid: int
@@ -37,7 +37,7 @@ class Chooser:
     def __init__(self, reader: ImportanceReader, stream: Any) -> None:
         self._reader = reader
         self._stream = stream
-        self._current: _Current | None = None
+        self._current: _CurrentPrompt | None = None
         self._known: OrderedDict[_Key, SelectedTokens] = OrderedDict()
         self.counts = Stats()
 
@@ -72,7 +72,7 @@ class Chooser:
             self._count(len(prompt), kept)
         else:
             with mx.stream(self._stream):
-                self._current = _Current(rid, key, self._reader.read(prompt), self._reader.nbytes(len(prompt)))
+                self._current = _CurrentPrompt(rid, key, self._reader.read(prompt), self._reader.nbytes(len(prompt)))
         return kept
 
     def step(self, limit_s: float) -> None:
@@ -99,7 +99,7 @@ class Chooser:
         current, self._current = self._current, None
         return current.rid if current is not None else None
 
-    def _learn(self, current: _Current) -> None:
+    def _learn(self, current: _CurrentPrompt) -> None:
         self._known[current.key] = choose(current.reading.importance, current.key[1])
         while len(self._known) > _MAX_CACHED_CHOICES:
             self._known.popitem(last=False)

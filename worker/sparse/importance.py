@@ -25,7 +25,7 @@ LOOKAHEAD_TOKENS: Final = 8
 POOL_TOKENS: Final = 13
 # Maximum number of tokens in a chunk.
 CHUNK_TOKENS: Final = 512 if ragged.sees_room else 256
-# Maximum products of queries and keys in a chunk, so that all chunks take about the same time.
+# Maximum number of products of queries and keys in a chunk, so that all chunks take about the same time.
 PRODUCTS_PER_CHUNK: Final = 1 << 24 if ragged.sees_room else 1 << 21
 MIN_CHUNK_TOKENS: Final = 16
 

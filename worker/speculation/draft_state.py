@@ -62,12 +62,22 @@ class BackOff:
         self._failures = 0
 
 
+@dataclass(slots=True)
+class DraftedCounts:
+    """Numbers of a row's tokens that were drafted and accepted, in total and of the client's prediction."""
+
+    drafted: int = 0
+    accepted: int = 0
+    predicted: int = 0
+    predicted_accepted: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class DraftedText:
     """Text of one row, with the acceptance of its drafts.
 
     `rate` is the share of accepted tokens in drafts that were found in text, `model_rate` the share in a model's
-    drafts. `drafted` and `accepted` count tokens of the client's prediction since the last report.
+    drafts. `counts` are those since the last report.
     """
 
     lookup: Lookup
@@ -75,15 +85,14 @@ class DraftedText:
     begin: int
     rate: float = 0.0
     model_rate: float = 0.0
-    drafted: int = 0
-    accepted: int = 0
+    counts: DraftedCounts = field(default_factory=DraftedCounts)
     # Tokens that the row's grammar forces next.
     expected: Sequence[int] = ()
     # Cached branch that the row follows.
     branch: Branch | None = None
     # Number of tokens for which the row has followed this branch.
     followed: int = 0
-    # Pauses of the lookup after drafts that were wrong from the first token.
+    # Back-off of the lookup: it is paused after a draft whose first token was wrong.
     back_off: BackOff = field(default_factory=BackOff)
 
     @classmethod
@@ -116,12 +125,11 @@ class DraftState:
     # Text that the draft model is processing alone; None otherwise.
     reading: DraftReading | None = None
 
-    def take_prediction_counts(self) -> tuple[int, int]:
-        """Return the numbers of drafted and of accepted tokens of the client's prediction, and reset both to 0."""
-        text = self.followed
-        if text is None:
-            return 0, 0
-        counts, text.drafted, text.accepted = (text.drafted, text.accepted), 0, 0
+    def take_counts(self) -> DraftedCounts:
+        """Return the counts of drafted tokens since the last call."""
+        counts = DraftedCounts()
+        if self.followed is not None:
+            counts, self.followed.counts = self.followed.counts, counts
         return counts
 
 

@@ -1,4 +1,6 @@
-"""Loading of a checked model: its template is checked before its weights are read, and its batch mode afterwards."""
+"""Loading of a model with its checks: its template is checked before its weights are read, and its batch mode
+afterwards.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,7 +29,7 @@ def load_checked(
     spec: WorkerSpec,
     progress: Callable[[str, int, int], None],
     division: Division | None = None,
-    partners: RankPeers | None = None,
+    rank_peers: RankPeers | None = None,
     check: Callable[[Any, Sequence[int], str, RankPeers | None], BatchModePlan] = choose,
 ) -> LoadedModel:
     """Load the model of `spec` and choose its batch mode with `check`. Raises `LoadFailed`.
@@ -47,7 +49,7 @@ def load_checked(
         if spec.sparse_keep:
             raise _no_sparse("deterministic = true")
         return _with_adapters(replace(loaded, plan=DETERMINISTIC), spec)
-    plan = check(loaded.model, ids, spec.batching, partners)
+    plan = check(loaded.model, ids, spec.batching, rank_peers)
     if plan.mode is BatchMode.EQUAL and loaded.vision is not None and loaded.vision.needs.block:
         # Chunks of equal length could split media whose tokens must run together, so rows run alone.
         plan = replace(plan, mode=BatchMode.SINGLE)

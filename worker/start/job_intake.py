@@ -14,8 +14,8 @@ from protocol.from_worker import AdaptersSet
 from protocol.model_info import AdapterInfo
 from protocol.to_worker import Abort, Generate, SetAdapters
 from worker.engine.gauges import Gauges
-from worker.link import Control, GatewayLink, Question
-from worker.prompt.tokenize_calls import CallAnswerer, TokenizeCalls
+from worker.link import ClientRequest, Control, GatewayLink
+from worker.prompt.tokenize_calls import CallAnswerer, ExplainMiss, TokenizeCalls
 
 Refusing = Callable[[int], AbstractContextManager[None]]
 
@@ -28,7 +28,7 @@ class JobPreparation(CallAnswerer, Protocol):
         ...
 
 
-def take_requests(
+def start_intake(
     answerer: CallAnswerer,
     prepare: Callable[[Generate, float], None],
     set_adapters: Callable[[SetAdapters], None],
@@ -36,6 +36,7 @@ def take_requests(
     link: GatewayLink,
     gauges: Gauges,
     refusing: Refusing,
+    explain: ExplainMiss | None = None,
 ) -> None:
     """Route the messages of the link to their threads from now on; `put` adds to the loop's inbox and never blocks.
 
@@ -43,7 +44,7 @@ def take_requests(
     `RequestInvalid`. `set_adapters` runs on the link's thread and never waits.
     """
     requests: SimpleQueue[tuple[Generate, float]] = SimpleQueue()
-    questions = TokenizeCalls(answerer, link.send, refusing, gauges)
+    calls = TokenizeCalls(answerer, link.send, refusing, gauges, explain)
 
     def prepare_all() -> None:
         while True:
@@ -51,27 +52,27 @@ def take_requests(
             with refusing(request.rid):
                 prepare(request, arrived)
 
-    def take(request: Question) -> None:
+    def take(request: ClientRequest) -> None:
         if isinstance(request, Generate):
             requests.put((request, time.monotonic()))
         else:
-            questions.put(request)
+            calls.put(request)
 
     def control(command: Control) -> None:
         if isinstance(command, SetAdapters):
             set_adapters(command)
             return
         if isinstance(command, Abort):
-            command = structs.replace(command, rids=tuple(questions.abort(command.rids)))
+            command = structs.replace(command, rids=tuple(calls.abort(command.rids)))
         put(command)
 
-    questions.start()
+    calls.start()
     threading.Thread(target=prepare_all, name="intake", daemon=True).start()
     link.on_control = control
-    link.on_question = take
+    link.on_request = take
 
 
-def take_jobs(
+def start_job_intake(
     epoch: int,
     weights_bytes: int,
     preparer: JobPreparation,
@@ -80,7 +81,7 @@ def take_jobs(
     gauges: Gauges,
     refusing: Refusing,
 ) -> None:
-    """Call `take_requests` for a model that generates no text and so has no adapters."""
+    """Call `start_intake` for a model that generates no text and so has no adapters."""
 
     def prepare(request: Generate, arrived: float) -> None:
         put(preparer.job(request, arrived))
@@ -89,7 +90,7 @@ def take_jobs(
         refused = refused_adapters(command.adapters)
         link.announce_adapters(AdaptersSet(epoch, command.call_id, refused, weights_bytes))
 
-    take_requests(preparer, prepare, refuse_adapters, put, link, gauges, refusing)
+    start_intake(preparer, prepare, refuse_adapters, put, link, gauges, refusing)
 
 
 def refused_adapters(adapters: tuple[tuple[str, str], ...]) -> tuple[AdapterInfo, ...]:

@@ -16,7 +16,7 @@ from worker.engine.gauges import Gauges
 from worker.engine.scheduling.kept_load import keep_load
 from worker.link import GatewayLink
 from worker.model import memory
-from worker.start.job_intake import Refusing, refused_adapters, take_jobs
+from worker.start.job_intake import Refusing, refused_adapters, start_job_intake
 
 
 def start_audio(
@@ -40,7 +40,7 @@ def start_audio(
     keep_load(spec, model.path, facts, ("mlx-audio",))
     clips = ClipQueue(spec, loop.inbox, room, link.send, gauges, refusing)
     clips.start()
-    take_jobs(spec.epoch, model.weights_bytes, AudioIntake(model, loop.check), clips.put, link, gauges, refusing)
+    start_job_intake(spec.epoch, model.weights_bytes, AudioIntake(model, loop.check), clips.put, link, gauges, refusing)
     return loop, Ready(
         epoch=spec.epoch,
         model_path=str(model.path),

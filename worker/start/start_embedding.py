@@ -13,10 +13,10 @@ from worker.engine.gauges import Gauges
 from worker.engine.scheduling.kept_load import keep_load
 from worker.link import GatewayLink
 from worker.model import memory
-from worker.start.job_intake import Refusing, refused_adapters, take_jobs
+from worker.start.job_intake import Refusing, refused_adapters, start_job_intake
 
 
-def start_reader(
+def start_embedding(
     spec: WorkerSpec,
     kind: str,
     link: GatewayLink,
@@ -38,7 +38,7 @@ def start_reader(
     gauges.measure_memory()
     now = time.monotonic()
     keep_load(spec, reader.path, LoadFacts(now - started, now - warmed, reader.weights_bytes, gauges.memory_bytes))
-    take_jobs(spec.epoch, reader.weights_bytes, Preparer(reader), loop.inbox.put, link, gauges, refusing)
+    start_job_intake(spec.epoch, reader.weights_bytes, Preparer(reader), loop.inbox.put, link, gauges, refusing)
     return loop, _ready(spec, reader, time.monotonic() - started)
 
 

@@ -25,10 +25,11 @@ from worker.model.loader import LoadedModel
 from worker.model.lora.adapters import adapters_of
 from worker.prefix_cache.block_events import BlockEventLog
 from worker.prompt.intake import Intake
+from worker.prompt.miss_explainer import MissExplainer
 from worker.prompt.sparse_limits import SparseLimits
 from worker.start.checked_model import load_checked
 from worker.start.job_intake import Refusing
-from worker.start.text_intake import take_prompts
+from worker.start.text_intake import start_text_intake
 from worker.vision.images import MediaLimits
 
 # Number of prompt tokens of the warm-up, which measures the KV cost per token.
@@ -62,7 +63,9 @@ def start_text(
     # Ranks of a group keep no measurements from start to start, because all ranks must make the same decisions.
     keeps = os.environ.get(FOLDER_ENV, "") if lead is None else ""
     journal = _journal(spec)
-    engine = Engine(loaded, spec, inbox, link.send, gauges, intake.writer, keeps=keeps, partners=lead, journal=journal)
+    engine = Engine(
+        loaded, spec, inbox, link.send, gauges, intake.writer, keeps=keeps, rank_peers=lead, journal=journal
+    )
     warmed = time.monotonic()
     progress("warmup", loaded.weights_bytes, loaded.weights_bytes)
     intake.limit_context(_warm_up(engine, spec, loaded))
@@ -70,7 +73,9 @@ def start_text(
     _keep_load(engine, loaded, gauges, time.monotonic() - started, time.monotonic() - warmed)
     gauges.kv_bits, gauges.experts = spec.kv_bits, loaded.experts
     gauges.attention_kernel = int(loaded.plan.attention == KERNEL)
-    take_prompts(loaded, intake, inbox, link, gauges, refusing, compilers)
+    intake.recent.is_on = lambda: engine.cache.is_on
+    explain = MissExplainer(intake.recent, engine.cache, intake.vocabulary.decode).explain
+    start_text_intake(loaded, intake, inbox, link, gauges, refusing, compilers, explain)
     return engine, _ready(spec, engine, loaded, intake, lead, time.monotonic() - started), lead
 
 

@@ -12,10 +12,11 @@ from worker.link import GatewayLink
 from worker.model.loader import LoadedModel
 from worker.model.lora.adapters import adapters_of, read_all
 from worker.prompt.intake import Intake
-from worker.start.job_intake import Refusing, take_requests
+from worker.prompt.tokenize_calls import ExplainMiss
+from worker.start.job_intake import Refusing, start_intake
 
 
-def take_prompts(
+def start_text_intake(
     loaded: LoadedModel,
     intake: Intake,
     inbox: EngineInbox,
@@ -23,9 +24,10 @@ def take_prompts(
     gauges: Gauges,
     refusing: Refusing,
     compilers: ThreadPoolExecutor,
+    explain: ExplainMiss,
 ) -> None:
-    """Call `take_requests` for a text model. Requests become rows in order, except those that wait for their grammar to
-    be compiled."""
+    """Call `start_intake` for a text model. Requests become rows in order, except those that wait for their grammar to
+    be compiled or for their questions to be encoded."""
     orders: SimpleQueue[SetAdapters] = SimpleQueue()
 
     def restrict(row: Row, request: Generate) -> None:
@@ -33,7 +35,14 @@ def take_prompts(
             intake.restrict(row, request)
             inbox.put(row)
 
+    def ask(request: Generate, arrived: float) -> None:
+        with refusing(request.rid):
+            inbox.put(intake.row(request, arrived))
+
     def prepare(request: Generate, arrived: float) -> None:
+        if request.questions:  # encoding hundreds of questions may take seconds
+            compilers.submit(ask, request, arrived)
+            return
         row = intake.row(request, arrived)
         if intake.is_restricted(request):
             compilers.submit(restrict, row, request)
@@ -41,7 +50,7 @@ def take_prompts(
             inbox.put(row)
 
     threading.Thread(target=_read_adapters, args=(loaded, orders, inbox, link), name="adapters", daemon=True).start()
-    take_requests(intake, prepare, orders.put, inbox.put, link, gauges, refusing)
+    start_intake(intake, prepare, orders.put, inbox.put, link, gauges, refusing, explain)
 
 
 def _read_adapters(

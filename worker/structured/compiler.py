@@ -274,9 +274,9 @@ def _either(calls: str, answer: str) -> str:
 
 
 def lark_json(schema: dict[str, Any]) -> str:
-    """Return the Lark rule of a JSON value, with the same sparse whitespace as a `JSON_SCHEMA`.
+    """Return the Lark rule of a JSON value that matches `schema`. Whitespace is restricted by `_JSON_OPTIONS`.
 
-    Keywords that cannot be enforced are skipped.
+    Schema keywords that cannot be enforced are skipped.
     """
     options = {**_JSON_OPTIONS, "lenient": True}
     with suppress(SchemaInvalid, RecursionError, OverflowError):

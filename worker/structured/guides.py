@@ -150,7 +150,7 @@ class Guide:
         self._walk, self._is_free, self._tail = self._rule.grammar.walk(), True, b""
 
     def _is_gap(self, token: int) -> bool:
-        """Return whether the token is whitespace after a reasoning block that the grammar does not allow itself."""
+        """Return whether the token is whitespace that the grammar does not allow here."""
         return self._rule.token_bytes(token).isspace() and not self._walk.fits([token])
 
 

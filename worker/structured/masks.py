@@ -110,8 +110,9 @@ class Masks:
         return min(MAX_PATIENCE_S, max(MIN_PATIENCE_S, self._step_s))
 
     def late(self) -> "list[MaskWork]":
-        """Return the work on masks that the last steps did not wait for. Tokens that these steps sampled for the masks'
-        rows are invalid."""
+        """Return the late masks since the last call, which steps did not wait for. Tokens sampled for their rows in
+        those steps are invalid.
+        """
         late, self._late = self._late, []
         return late
 
@@ -127,7 +128,7 @@ def wait_for_one(rows: Sequence[MaskedRow], timeout_s: float) -> None:
 
 
 @dataclass(slots=True, frozen=True)
-class _State:
+class _GuideState:
     """Guide, the tokens that it allows next, and the tokens that it forces next."""
 
     guide: Guide
@@ -136,10 +137,10 @@ class _State:
 
 
 @dataclass(slots=True, frozen=True)
-class _Followed:
+class _DraftStates:
     """States after a row's newest token and after each token of its draft; `seconds` is the mean time of a mask."""
 
-    states: list[_State]
+    states: list[_GuideState]
     seconds: float
 
 
@@ -147,17 +148,17 @@ class _Followed:
 class MaskWork:
     """Newest masks of one row, ready or not: after its newest token, and after each token of its draft."""
 
-    future: "Future[_Followed]"
+    future: "Future[_DraftStates]"
     since: float
     # Number of the draft's tokens that were accepted.
     accepted: int = 0
 
     @property
-    def states(self) -> list[_State]:
+    def states(self) -> list[_GuideState]:
         return self.future.result().states
 
     @property
-    def state(self) -> _State:
+    def state(self) -> _GuideState:
         return self.states[self.accepted]
 
     @property
@@ -187,19 +188,19 @@ class MaskWork:
         return error if error is None or isinstance(error, Exception) else GrammarFailed(repr(error))
 
 
-def _follow(guide: Guide, tokens: Sequence[int], draft: Sequence[int] = ()) -> _Followed:
+def _follow(guide: Guide, tokens: Sequence[int], draft: Sequence[int] = ()) -> _DraftStates:
     begun = time.monotonic()
     for token in tokens:
         guide.take(token)
-    states = [_State(guide, guide.allowed(), guide.forced())]
+    states = [_GuideState(guide, guide.allowed(), guide.forced())]
     for token in draft:
         guide = guide.fork()
         try:
             guide.take(token)
-            states.append(_State(guide, guide.allowed(), guide.forced()))
+            states.append(_GuideState(guide, guide.allowed(), guide.forced()))
         except GrammarFailed:
             break  # the grammar forbids the next token of the draft, or the row may not continue in this step
-    return _Followed(states, (time.monotonic() - begun) / len(states))
+    return _DraftStates(states, (time.monotonic() - begun) / len(states))
 
 
 def _mask(logits: mx.array, masks: dict[int, Allowed]) -> mx.array:

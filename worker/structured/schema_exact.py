@@ -26,7 +26,7 @@ PROPERTIES_MAX: Final = 2000
 _PLACES: Final = frozenset((*SCHEMA_KEYS, *LIST_KEYS, *MAP_KEYS))
 # An exclusive bound moves inwards by this fraction of the distance between both bounds.
 _BOUND_SHIFT_FRACTION: Final = 1e-6
-# llguidance may drop digits of a number that has more significant digits than these.
+# Number of significant digits that llguidance keeps; it may drop further digits.
 _MAX_EXACT_DIGITS: Final = 14
 # Matches an escape, or a bracketed class as group 1. A class without its closing bracket extends to the end of the
 # text, so that no further class is searched inside it: that search is quadratic and holds the GIL.

@@ -29,7 +29,7 @@ _MAX_CACHED: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Compiled:
+class _CompiledCalls:
     text: str
     grammar: CompiledGrammar
     finish: EarlyFinish
@@ -48,7 +48,7 @@ class ToolRules:
         self._eos_ids = tuple(eos_ids)
         self._lock = threading.Lock()
         self._marks: MarkupTokens | None = None
-        self._compiled: OrderedDict[tuple[str, frozenset[str]], _Compiled] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, frozenset[str]], _CompiledCalls] = OrderedDict()
 
     def make(self, prompt: ChatPrompt, prompt_end: str, room: int) -> Rule | None:
         """Return the rule for an answer of `room` tokens; None if nothing is enforced. Raises `RequestInvalid`."""
@@ -113,7 +113,11 @@ class ToolRules:
         return replace(rule, is_lazy=True)
 
     def _strict_by_head(self, prompt: ChatPrompt) -> Rule:
-        """Return the rule of a format whose calls have no marker: each call begins with a head that names the tool."""
+        """Return the rule for strict tools in a format without a common marker of calls.
+
+        Each call begins with a head that names the tool. The heads serve as the rule's markers, each with the grammar
+        of its tool.
+        """
         by_marker = self._by_head(_named(prompt.tools, prompt.strict_tools), prompt.strict_tools)
         rule = self._rules.of_grammar(next(iter(by_marker.values())), Prologue(tuple(by_marker), is_open=True))
         return replace(rule, is_lazy=True, by_marker=by_marker)
@@ -130,7 +134,7 @@ class ToolRules:
             by_marker |= {marker.encode(): compiled.grammar for marker in HEADS[family].triggers(name)}
         return by_marker
 
-    def _compile(self, write: Callable[[Calls], CallGrammar], calls: Calls, strict: Sequence[str]) -> _Compiled:
+    def _compile(self, write: Callable[[Calls], CallGrammar], calls: Calls, strict: Sequence[str]) -> _CompiledCalls:
         """Compile the grammar; if that fails, compile a grammar that enforces only the `strict` tools. Raises
         `RequestInvalid`.
         """
@@ -159,10 +163,10 @@ class ToolRules:
                 self._compiled.popitem(last=False)
         return compiled
 
-    def _try(self, written: CallGrammar) -> _Compiled:
+    def _try(self, written: CallGrammar) -> _CompiledCalls:
         grammar = self._rules.grammars.compile(Constraint(ConstraintKind.GRAMMAR, written.text, param="tools"))
         finish = EarlyFinish(self._encode, grammar.vocab_size, self._eos_ids, written.value_ends, written.ends)
-        return _Compiled(written.text, grammar, finish, finish.shortest(grammar.walk()))
+        return _CompiledCalls(written.text, grammar, finish, finish.shortest(grammar.walk()))
 
     def _encode(self, text: str) -> list[int]:
         table = self._rules.grammars.table()

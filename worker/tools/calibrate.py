@@ -22,6 +22,7 @@ from protocol.kinds import TEXT
 from protocol.spec import WorkerSpec, read_spec
 from protocol.timing_profile import FOLDER_ENV, Calibration, CalibrationResult, MeasuredSpeed
 from worker.embedding.load_model import kind_of_spec
+from worker.engine.capabilities import MAX_CALIBRATED_ROWS
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import EngineInbox
 from worker.engine.load_checks.silent_row import silent_row
@@ -30,21 +31,21 @@ from worker.errors import LoadFailed
 from worker.model import memory
 from worker.model.batch_mode import BatchMode
 from worker.model.loader import LoadedModel
+from worker.model.pass_costs import WIDTHS
 from worker.prompt.intake import Intake
 from worker.speculation.draft_state import DraftedRow
 from worker.speculation.drafter import Drafter
-from worker.speculation.policy.draft_width import WIDTHS
 from worker.start.checked_model import load_checked
 
-ROWS: Final = (1, 2, 4, 8, 16, 32, 64)
-# Minimum factor of speed that doubling the rows must gain to be worth the latency.
+ROWS: Final = (1, 2, 4, 8, 16, 32, MAX_CALIBRATED_ROWS)
+# More rows are only worth the latency if doubling them makes decode at least this many times as fast.
 MIN_ROWS_GAIN: Final = 1.1
 PROMPT_TOKENS: Final = (512, 2048, 8192)
 CHUNK_TOKENS: Final = (32, 128, 512)
 # Number of rows that decode during fused prefill, and while the limit of free buffers is measured.
 DECODING_ROWS: Final = 4
-# Divisors of the machine's memory that give the tried limits, the smallest limit first; a larger limit must be faster
-# by `MIN_BUFFER_GAIN`.
+# The tried limits of free buffers are the machine's memory divided by these numbers, the smallest limit first. A larger
+# limit must be faster by `MIN_BUFFER_GAIN`.
 BUFFER_DIVISORS: Final = (32, 16, 8, 1)
 MIN_BUFFER_GAIN: Final = 1.03
 # The five shares divide the given time among the measurements. Time is only checked between measurements, so slow
@@ -62,7 +63,7 @@ DECODE_PROMPT_TOKENS: Final = 48
 MAX_OUTPUT_TOKENS: Final = 4096
 
 
-class _Blocks(Drafter):
+class _RandomDrafts(Drafter):
     """Random drafts of one width. They are almost always wrong; only the time of their verification matters."""
 
     def __init__(self, vocab_size: int) -> None:
@@ -85,7 +86,9 @@ class Bench:
     whose drafts come from `blocks`.
     """
 
-    def __init__(self, loaded: LoadedModel, spec: WorkerSpec, engine: Engine, gauges: Gauges, blocks: _Blocks) -> None:
+    def __init__(
+        self, loaded: LoadedModel, spec: WorkerSpec, engine: Engine, gauges: Gauges, blocks: _RandomDrafts
+    ) -> None:
         self._loaded = loaded
         self._engine = engine
         self._kv_limit = gauges.kv_limit
@@ -196,6 +199,7 @@ class Bench:
     def _tick(self, chunk: int, context: int, *, is_fused: bool = True) -> int:
         """Run one tick and record its times; return the number of prompt tokens processed."""
         self._engine.pacer.chunk(self._batch.prefilling, self._batch.decoding, chunk, context)
+        chunk = min(chunk, self._engine.pacer.most(self._batch.prefilling, self._batch.decoding))
         tick = self._batch.step(chunk, is_fused=is_fused)
         for timed in tick.timed:
             self._engine.pacer.observe(timed)
@@ -215,7 +219,7 @@ def calibrate(spec: WorkerSpec, seconds: float, folder: str, report: Callable[[C
     """Measure and write the results. Raises `LoadFailed`, and `OSError` if the results cannot be written."""
     spec = replace(spec, cache_bytes=0, disk_cache_dir="", disk_cache_bytes=0)
     loaded = load_checked(spec, lambda _stage, _done, _total: None)
-    writer, gauges, blocks = Intake(loaded, spec.parser).writer, Gauges(), _Blocks(loaded.vocab_size)
+    writer, gauges, blocks = Intake(loaded, spec.parser).writer, Gauges(), _RandomDrafts(loaded.vocab_size)
     engine = Engine(loaded, spec, EngineInbox(), lambda _message: None, gauges, writer, blocks, keeps=folder)
     engine.warm_up([1] * min(DECODE_PROMPT_TOKENS, loaded.max_context - 4))
     assert engine.kept is not None

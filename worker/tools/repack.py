@@ -24,18 +24,10 @@ from protocol.checkpoint import has_media
 from protocol.experts import FOLDER, INDEX, VERSION, ExpertIndex, ExpertLayer, ExpertTensor, has_index
 from worker.errors import LoadFailed
 from worker.model.experts.expert_cache import put, switches_of
+from worker.model.experts.gathered_rows import chosen_of
 from worker.model.experts.records import name_of, to_bytes
 from worker.model.loader import check_weights, read_config, resolve
 
-# Keys of config.json that hold the number of experts per token.
-CHOSEN: Final = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_topk",
-    "moe_k",
-    "top_k_experts",
-    "num_selected_experts",
-)
 # Suffix of an incomplete folder, followed by the process id.
 _PARTIAL: Final = ".partial-"
 # Suffixes of files that are rewritten. All other files are copied, including a model's code.
@@ -131,7 +123,8 @@ def _write(
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(_WEIGHTS):
             shutil.copy(file, folder)
-    index = ExpertIndex(VERSION, _chosen(config, layers), tuple(layers))
+    chosen = chosen_of(config, min(layer.experts for layer in layers))
+    index = ExpertIndex(VERSION, chosen, tuple(layers))
     (folder / FOLDER / INDEX).write_bytes(msgspec.json.encode(index))
     return index
 
@@ -166,14 +159,6 @@ def _write_layer(folder: Path, name: str, path: str, switch: Any) -> ExpertLayer
                 record[tensor.offset : tensor.offset + tensor.bytes] = to_bytes(array[expert])
             file.write(record)
     return ExpertLayer(path, name, count, end, tuple(tensors), quantization)
-
-
-def _chosen(config: dict[str, Any], layers: list[ExpertLayer]) -> int:
-    """Return the number of experts per token; if the configuration has none, a quarter of a layer's experts."""
-    parts = [config, config.get("text_config")]
-    values = [part.get(key) for part in parts if isinstance(part, dict) for key in CHOSEN]
-    known = [value for value in values if isinstance(value, int) and value > 0]
-    return max(known, default=max(1, min(layer.experts for layer in layers) // 4))
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def reason_of(error: object) -> str:
 
 
 def open_file(av: Any, data: bytes) -> Any:
-    """Open a file with PyAV, restricted to these bytes."""
+    """Open a media file from memory with PyAV, which may open no other file or URL."""
     return av.open(BytesIO(data), options={"format_whitelist": _FORMATS, "protocol_whitelist": "none"})
 
 

@@ -67,7 +67,7 @@ _CONFIG_FILES: Final = (
 _PROBE_SIZES: Final = ((640, 480), (200, 700))
 # Sampling of clips that are shown as images; more frames made answers worse.
 _IMAGE_FRAMES: Final = FrameSampling(most=16, factor=1)
-# Divisor of memory; the quotient is for a tower's attention, which takes heads × patches² × 4 bytes.
+# The attention of a tower may take the memory divided by this number. It takes heads × patches² × 4 bytes.
 _ATTENTION_MEMORY_DIVISOR: Final = 8
 _REFERENCE_SIZE: Final = (1024, 1024)
 

@@ -7,7 +7,7 @@ from typing import Final
 from protocol.stats import Stats
 from worker.vision.multimodal_merge import MediaFeatures
 
-# Lower bound of the limit on bytes that rows may hold before another row must wait, even if the budget is smaller.
+# Rows may hold at least this many bytes of features before another row must wait, even if the budget is smaller.
 HELD_MIN_BYTES: Final = 64 << 20
 
 

@@ -89,7 +89,9 @@ INVALID: Final = {"image": Code.INVALID_IMAGE, "video": Code.INVALID_VIDEO, "aud
 
 
 def read_header(data: bytes, limits: MediaLimits, param: str = "") -> ImageHeader:
-    """Read the format and size of an image without decoding it. Raises `RequestInvalid`, also beyond `limits`."""
+    """Read the format and size of an image without decoding it. Raises `RequestInvalid`, also for an image beyond
+    `limits`.
+    """
     kind = _format(data, param)
     with _opened(data, kind, param) as image:
         width, height, orientation = image.width, image.height, _orientation(image, kind, data)

@@ -29,10 +29,12 @@ class MediaPiece:
 
 @dataclass(slots=True, frozen=True)
 class Expansion:
-    """Text of a medium in a prompt, with one placeholder per run, and the lengths of the runs.
+    """Text of a medium in a prompt.
 
-    `grids` give the positions in space, one per run, for models that have such positions. `closing` is the number of
-    tokens after each run that belong to the run's medium: the tower embeds them, too.
+    In `text`, one placeholder stands for each run of consecutive placeholder tokens; `runs` are the runs' lengths.
+    `pieces` are the parts that are encoded separately. `grids` give the positions in space, one per run, for models
+    that have such positions. `closing` is the number of tokens after each run that belong to the run's medium: the
+    tower embeds them, too.
     """
 
     text: str
@@ -49,7 +51,8 @@ class MediaLayout:
     before its layout.
     """
 
-    # Sampling of a clip's frames; None for families that take no clips, which get the frames as images.
+    # How frames are sampled from a clip. None for families that take no clips; frames of a clip are then sent as
+    # images.
     sampling: FrameSampling | None = None
     # Maximum pixels of an image whose attention fits in memory; 0 means no limit.
     most_pixels = 0

@@ -81,7 +81,7 @@ class MultimodalMerge:
             windows = _windows(inner)
             for at, window in enumerate(windows):
                 if needs.block == "all" or window:
-                    inner.layers[at] = _Block(inner.layers[at], self, window)
+                    inner.layers[at] = _SpanLayer(inner.layers[at], self, window)
 
     @contextmanager
     def rows(
@@ -192,7 +192,7 @@ class WrappedModule(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
 
-class _Merging(WrappedModule):
+class _MergeWrapper(WrappedModule):
     """Wrapper that shares the state of the merge."""
 
     def __init__(self, module: Any, merge: MultimodalMerge) -> None:
@@ -200,7 +200,7 @@ class _Merging(WrappedModule):
         self._merge = merge
 
 
-class _Embed(_Merging):
+class _Embed(_MergeWrapper):
     def __call__(self, ids: mx.array) -> mx.array:
         chunk = self._merge.chunk
         if chunk is None:
@@ -209,7 +209,7 @@ class _Embed(_Merging):
         return chunk.place(self.module(mx.where(chunk.is_media, 0, ids)))
 
 
-class _PerLayer(_Merging):
+class _PerLayer(_MergeWrapper):
     """Embedding table of per-layer inputs; media get the row of token 0."""
 
     def __call__(self, ids: mx.array) -> mx.array:
@@ -217,7 +217,7 @@ class _PerLayer(_Merging):
         return self.module(ids if chunk is None else mx.where(chunk.is_media, 0, ids))
 
 
-class _Rope(_Merging):
+class _Rope(_MergeWrapper):
     """Rotary embedding in time, height and width.
 
     In text, the positions on all three axes advance together. This equals the plain embedding at an offset shifted by
@@ -251,7 +251,7 @@ class _Rope(_Merging):
         return mx.where(chunk.is_media[:, None, :, None], in_space, turned)
 
 
-class _Deep(_Merging):
+class _Deep(_MergeWrapper):
     """Layer followed by the addition of deepstack features."""
 
     def __init__(self, layer: Any, merge: MultimodalMerge, at: int) -> None:
@@ -265,7 +265,7 @@ class _Deep(_Merging):
         return h + chunk.place(mx.zeros(h.shape, dtype=h.dtype), self._at)
 
 
-class _Block(_Merging):
+class _SpanLayer(_MergeWrapper):
     """Layer in which the tokens of a span attend to each other in both directions."""
 
     def __init__(self, layer: Any, merge: MultimodalMerge, window: int) -> None:

@@ -66,7 +66,8 @@ class Qwen(MediaLayout):
             _smart_resize_video,  # pyright: ignore[reportPrivateUsage]  # as the processor itself sizes a clip
         )
 
-        # The tower attends to one group of frames at a time.
+        # The tower attends to one group of frames at a time, so the limit of pixels by memory grows with the number of
+        # frames.
         most = min(self._videos.max_pixels, self.most_pixels * count or _UNBOUNDED)
         return _smart_resize_video(
             count, height, width, self._group, self.patch * self._merge, min(self._videos.min_pixels, most), most

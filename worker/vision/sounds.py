@@ -55,7 +55,7 @@ def is_wav(data: bytes) -> bool:
     return data[:4] == b"RIFF" and data[8:12] == b"WAVE"
 
 
-class _Recording:
+class _SampleBuffer:
     """Samples in one array, whose memory is reserved before it is allocated. `expected` is the likely number of
     samples.
     """
@@ -108,7 +108,7 @@ def _read_wav(media: Media, rate: int, most_s: float, reserve: Reserve) -> Sampl
             _check_length(frames / max(own, 1), most_s, media.param)
             if own < 1 or not frames:
                 return np.zeros(0, dtype=np.float32)
-            recording = _Recording(reserve, round(frames * rate / own))
+            recording = _SampleBuffer(reserve, round(frames * rate / own))
             for part in _parts(frames, own, rate, _OVERLAP_S if own != rate else 0):
                 file.setpos(part.first - part.before)
                 raw = file.readframes(part.before + part.frames + part.after)
@@ -132,7 +132,9 @@ class _Part(NamedTuple):
     after: int
 
     def of(self, levels: npt.NDArray[np.float64], own: int, rate: int) -> Samples:
-        """Return the samples of the part without its neighbours, which are faded because a hard edge would ring."""
+        """Return the samples of the part itself. The extra frames at both sides are faded before resampling, because a
+        hard edge would ring.
+        """
         if len(levels) <= self.before:
             return np.zeros(0, dtype=np.float32)
         if self.before:
@@ -193,7 +195,7 @@ def _read_file(media: Media, rate: int, most_s: float, reserve: Reserve) -> Samp
             resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
             stream = container.streams.audio[0]
             likely_s = min(_header_s(av, container, stream), most_s, len(media.data) / _MIN_BYTES_PER_SECOND)
-            recording = _Recording(reserve, int(likely_s * rate))
+            recording = _SampleBuffer(reserve, int(likely_s * rate))
             for frame in container.decode(stream):
                 for piece in resampler.resample(frame):
                     recording.add(piece.to_ndarray().reshape(-1))

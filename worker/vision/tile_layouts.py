@@ -144,7 +144,7 @@ class Lfm2Vl(MediaLayout):
 
 @dataclass(slots=True, frozen=True)
 class _Sketch:
-    """Replacement of an image that only has its size, for a processor that computes where it would cut the image."""
+    """Object with only an image's size, for a processor that computes where it would cut the image."""
 
     size: tuple[int, int]
 

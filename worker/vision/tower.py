@@ -1,4 +1,4 @@
-"""Tower of a vision model: mlx-vlm's modules without their language model, which convert media to features."""
+"""Tower of a vision model: the modules of mlx-vlm that convert media to features, without the language model."""
 
 import importlib.util
 import math
@@ -86,7 +86,7 @@ def load_tower(
         if hasattr(classes, f"{name}Model") and part is not None:
             weights = sanitize_weights(getattr(classes, f"{name}Model"), weights, part)
     width = int((config["text_config"] or config).get("hidden_size", 0))
-    model.language_model = _NoText(width, dtype)
+    model.language_model = _EmptyLanguageModel(width, dtype)
     weights = {name: array for name, array in weights.items() if not name.startswith("language_model.")}
     weights = known_weights(model, weights)
     parts = {name for name, part in model.items() if isinstance(part, nn.Module)}
@@ -122,8 +122,8 @@ def _read(path: Path, config: Mapping[str, Any]) -> dict[str, mx.array]:
     return {names[name]: array for name, array in weights.items()}
 
 
-class _NoText(nn.Module):
-    """Replacement of mlx-vlm's language model: features overwrite all of its embeddings of placeholders."""
+class _EmptyLanguageModel(nn.Module):
+    """Replacement of mlx-vlm's language model. Its embeddings of placeholders are all overwritten by features."""
 
     # mlx-vlm's models read these attributes from a language model: no scale, no embeddings per layer, no positions.
     embed_scale = 1.0
@@ -134,7 +134,7 @@ class _NoText(nn.Module):
         self._width, self._dtype = width, dtype
 
     @property
-    def model(self) -> "_NoText":
+    def model(self) -> "_EmptyLanguageModel":
         return self
 
     def embed_tokens(self, ids: mx.array) -> mx.array:

@@ -76,7 +76,7 @@ def corpus(count: int) -> Iterator[str]:
 
 
 def targets(ids: np.ndarray, marks: dict[str, int], *, last_only: bool) -> np.ndarray:
-    """Return for each token the next token if an assistant wrote that one, and `IGNORED` otherwise."""
+    """Return the training target of each token: the next token if an assistant wrote it, otherwise `IGNORED`."""
     learned = np.zeros(len(ids), bool)
     starts = np.flatnonzero(ids == marks["<|im_start|>"])
     ends = np.flatnonzero(ids == marks["<|im_end|>"])

@@ -29,6 +29,9 @@ class Block(Struct, frozen=True):
     signature: str | None = None
     source: str | dict[str, Any] | None = None
     title: str | None = None
+    context: str | None = None
+    # The setting of a document or search result, or the citations of an answer's text.
+    citations: dict[str, Any] | list[Any] | None = None
 
 
 class MessageParam(Struct, frozen=True):

@@ -57,8 +57,8 @@ def _kept_turns(edit: ContextEdit, where: str) -> int | None:
 
 
 def _thinking_turns(messages: Sequence[MessageParam]) -> Iterator[list[int]]:
-    """Yield, for each turn, the indices of its messages with thinking. A user message with more than tool results ends
-    a turn.
+    """Yield the indices of each turn's messages with thinking. A turn ends at a user message that has more than tool
+    results.
     """
     turn: list[int] = []
     for at, message in enumerate(messages):

@@ -1,13 +1,16 @@
 """Anthropic's messages: the canonical events encoded as stream events, or folded into one message."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, assert_never
 
 import msgspec
+from msgspec import UNSET
 
 from gateway.api.anthropic import response as out
 from gateway.api.anthropic.response import event_name
+from gateway.api.common.extras import MakeExtras, no_extras
 from gateway.errors import ApiError
 from protocol.from_worker import Delta, DeltaKind, Finish, Usage
 
@@ -15,14 +18,26 @@ _encode = msgspec.json.Encoder().encode
 _EMPTY: Final = Usage(0, 0, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class MessageAdditions:
+    """Functions for the fields of a message that its request asks for."""
+
+    diagnostics: Callable[[], out.Diagnostics] = lambda: UNSET
+    extras: MakeExtras = no_extras
+
+
+NO_ADDITIONS: Final = MessageAdditions()
+
+
 class MessageStream:
     """`StreamEncoder` of one sequence. The answer consists of content blocks, each of which is opened, filled and
     closed.
     """
 
-    def __init__(self, message_id: str, model: str) -> None:
+    def __init__(self, message_id: str, model: str, additions: MessageAdditions = NO_ADDITIONS) -> None:
         self._id = message_id
         self._model = model
+        self._additions = additions
         self._blocks = 0
         self._open: DeltaKind | None = None
         self._thought = hashlib.blake2b(digest_size=32)
@@ -34,7 +49,9 @@ class MessageStream:
 
     def begin(self, prompt_tokens: int) -> bytes:
         usage = out.AnthropicUsage(prompt_tokens, 0)
-        message = out.AnthropicMessage(self._id, "assistant", self._model, [], None, None, usage)
+        message = out.AnthropicMessage(
+            self._id, "assistant", self._model, [], None, None, usage, self._additions.diagnostics()
+        )
         return _sse(out.MessageStart(message))
 
     def encode(self, deltas: Sequence[Delta]) -> bytes:
@@ -50,9 +67,8 @@ class MessageStream:
         events = self._close()
         if not self._blocks:  # Clients require at least one block.
             events += self._start(DeltaKind.TEXT, out.TextBlock("")) + self._close()
-        return (
-            events + _sse(out.MessageDelta(self._ending, out.AnthropicUsage.of(self._usage))) + _sse(out.MessageStop())
-        )
+        last = out.MessageDelta(self._ending, out.AnthropicUsage.of(self._usage), self._additions.extras())
+        return events + _sse(last) + _sse(out.MessageStop())
 
     def _delta(self, delta: Delta) -> bytes:
         events = self._event(delta) if delta.text or delta.kind in (DeltaKind.TOOL_BEGIN, DeltaKind.TOOL_END) else b""
@@ -107,9 +123,10 @@ class MessageStream:
 class MessageFold:
     """`Fold` of one message, with the same content as `MessageStream`."""
 
-    def __init__(self, message_id: str, model: str) -> None:
+    def __init__(self, message_id: str, model: str, additions: MessageAdditions = NO_ADDITIONS) -> None:
         self._id = message_id
         self._model = model
+        self._additions = additions
         self._blocks: list[tuple[DeltaKind, list[str], str, str]] = []
         self._ending = out.MessageEnd("end_turn", None)
         self._usage = _EMPTY
@@ -150,6 +167,8 @@ class MessageFold:
                 self._ending.stop_reason,
                 self._ending.stop_sequence,
                 out.AnthropicUsage.of(self._usage),
+                self._additions.diagnostics(),
+                self._additions.extras(),
             )
         )
 
@@ -179,7 +198,7 @@ def _content(kind: DeltaKind, text: str, call_id: str, name: str) -> out.Content
         return out.ThinkingBlock(text, signature(hashlib.blake2b(text.encode(), digest_size=32)))
     try:
         return out.ToolUseBlock(call_id, name, msgspec.json.decode(text or "{}", type=dict))
-    # The input was cut off by max_tokens. A client that collects the stream gets no more either.
+    # The input was cut off by max_tokens. A client that collects the stream gets the same incomplete input.
     except msgspec.DecodeError:
         return out.ToolUseBlock(call_id, name, {})
 

@@ -6,10 +6,12 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from gateway.api.anthropic.encoder import MessageFold, MessageStream
+from gateway.api.anthropic.diagnostics import diagnostics_of
+from gateway.api.anthropic.encoder import MessageAdditions, MessageFold, MessageStream
 from gateway.api.anthropic.request import decode_count, decode_messages, lower_messages, lower_prompt
 from gateway.api.anthropic.response import AnthropicTokenCount
 from gateway.api.common import serve
+from gateway.api.common.extras import extras_of
 from gateway.http.exchange import send_body
 from gateway.http.sse import cut_off
 from gateway.request.record import record_of
@@ -32,11 +34,12 @@ class MessagesEndpoint:
         job = await serve.prepare(
             services, record, model, lambda next_rid, ms: lower_messages(request, model, next_rid, seed, ms)
         )
-        message_id = serve.new_id("msg").replace("-", "_")
+        message_id = record.answer_id = serve.new_id("msg").replace("-", "_")
+        additions = MessageAdditions(diagnostics_of(services, record, request), extras_of(request.x_mlxd, record))
         if request.stream:
-            await job.stream(MessageStream(message_id, model.full_name), receive, send)
+            await job.stream(MessageStream(message_id, model.full_name, additions), receive, send)
         else:
-            await job.whole(MessageFold(message_id, model.full_name), receive, send)
+            await job.whole(MessageFold(message_id, model.full_name, additions), receive, send)
 
 
 class CountTokens:

@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 
 from gateway.api.anthropic.content_blocks import Block, MessageParam
 from gateway.api.anthropic.context_edits import ContextManagement, edited
+from gateway.api.anthropic.document_block import Part, document_parts, refuse_citations
 from gateway.api.common import canonical
 from gateway.api.common.canonical import (
     EFFORTS,
@@ -23,6 +24,7 @@ from gateway.api.common.canonical import (
 from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import TEXT, words
 from gateway.api.common.drafts import SparsePrefill, Speculate, most_drafted, sparse_keep
+from gateway.api.common.extras import ExtrasSpec
 from gateway.api.common.refused_fields import REFUSED_FIELDS, SAMPLER_FIELDS, RefusedField, constraint_fields
 from gateway.api.common.sampling import first, sampling_values
 from gateway.api.common.thinking import of_config
@@ -33,10 +35,10 @@ from gateway.media.reference import IMAGE, by_base64, by_url
 from protocol.prompts import ChatPrompt
 from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
 
-# Claude Code's first system block begins with this text, followed by a value that changes with every session. The value
-# would defeat the prefix cache, so the line is removed.
+# Claude Code's first system block begins with this text, followed by a value that changes with every session. The line
+# is removed, because the value would defeat the prefix cache.
 VOLATILE_SYSTEM: Final = "x-anthropic-billing-header:"
-# Joins blocks and messages, so that a list of texts gives the same prompt as one string.
+# Text between joined blocks and messages. With it, a list of texts gives the same prompt as one string.
 JOINT: Final = "\n\n"
 CHOICES: Final = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "tool": ToolMode.NAMED, "none": ToolMode.NONE}
 
@@ -105,10 +107,17 @@ class CountRequest(Struct, frozen=True, kw_only=True):
     context_management: ContextManagement | None = None
 
 
+class DiagnosticsParam(Struct, frozen=True):
+    """Id of the message whose request this one is compared with; null only asks for the field of the answer."""
+
+    previous_message_id: Annotated[str, Meta(max_length=200)] | None = None
+
+
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     """`POST /v1/messages`."""
 
-    max_tokens: Tokens
+    # With 0 the prompt is only put into the prefix cache.
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 40)]
     stream: bool | None = None
     stop_sequences: Annotated[list[StopSequence], Meta(max_length=STOPS_MAX)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -118,6 +127,9 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     speculate: Speculate | None = None
     # Whether a long prompt is prefilled sparsely, and the fraction of it that is kept. This field is mlxd's own.
     sparse_prefill: SparsePrefill | None = None
+    # What the answer has in addition. This field is mlxd's own.
+    x_mlxd: ExtrasSpec | None = None
+    diagnostics: DiagnosticsParam | None = None
 
 
 _REFUSED: Final = (
@@ -184,7 +196,7 @@ def lower_messages(
         stop=stops,
         deadline_ms=deadline_ms,
         want_progress=True,
-        thinking_budget=thinking.budget,
+        thinking_budget=thinking.budget if request.max_tokens else None,
         constraint=_constraint(request),
         most_drafted=most_drafted(request.speculate),
         sparse_keep=sparse_keep(request.sparse_prefill),
@@ -194,8 +206,12 @@ def lower_messages(
 def _system(system: str | list[Block] | None) -> str:
     if isinstance(system, str):
         return _lasting(system)
-    texts = [_lasting(_text(block, f"system.{index}")) for index, block in enumerate(system or ())]
+    texts = [_lasting(_only_text(block, f"system.{index}")) for index, block in enumerate(system or ())]
     return JOINT.join(text for text in texts if text)
+
+
+def _only_text(block: Block, where: str) -> str:
+    return canonical.only_text(canonical.content(_parts(block, where), JOINT), where)
 
 
 def _lasting(text: str) -> str:
@@ -221,11 +237,11 @@ def _turns(message: MessageParam, where: str) -> list[dict[str, Any]]:
 
 def _user_turns(blocks: list[Block], where: str) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
-    parts: list[str | dict[str, Any]] = []
+    parts: list[Part] = []
     for index, block in enumerate(blocks):
         at = f"{where}.content.{index}"
         if block.type != "tool_result":
-            parts.append(_part(block, at))
+            parts += _parts(block, at)
             continue
         if parts:
             turns.append(canonical.user(canonical.content(parts, JOINT)))
@@ -250,7 +266,7 @@ def _assistant_turn(blocks: list[Block]) -> dict[str, Any]:
             case "text":
                 texts.append(block.text or "")
             case _:
-                pass  # Thinking and tool use of other servers are left out, because the model cannot be shown them.
+                pass  # Redacted thinking and server tools are left out, because prompts have no form for them.
     return canonical.assistant(JOINT.join(texts), calls, JOINT.join(reasoning) or None)
 
 
@@ -266,15 +282,22 @@ def _content(block: Block, where: str) -> Content:
         case str(text):
             return text
         case list(blocks):
-            parts = (_part(inner, f"{where}.content.{index}") for index, inner in enumerate(blocks))
+            parts = [part for index, inner in enumerate(blocks) for part in _parts(inner, f"{where}.content.{index}")]
             return canonical.content(parts, JOINT)
         case _:
             return ""
 
 
-def _part(block: Block, where: str) -> str | dict[str, Any]:
-    """Lower a block to its text or to an image part."""
-    return _image(block, where) if block.type == "image" else _text(block, where)
+def _parts(block: Block, where: str) -> list[Part]:
+    """Lower a block to its texts and media."""
+    refuse_citations(block, where)
+    match block.type:
+        case "image":
+            return [_image(block, where)]
+        case "document":
+            return document_parts(block, where, _parts)
+        case _:
+            return [_text(block, where)]
 
 
 def _image(block: Block, where: str) -> dict[str, Any]:
@@ -297,16 +320,11 @@ def _text(block: Block, where: str) -> str:
     match block.type:
         case "text":
             return block.text or ""
-        case "document" if isinstance(block.source, dict) and block.source.get("type") == "text":
-            return f"{block.title or ''}\n{block.source.get('data', '')}".strip()
         case "search_result":
             text = canonical.only_text(_content(block, where), where)
             return f"{block.title or ''}\n{block.source or ''}\n{text}".strip()
         case "tool_reference":
             return f"Tool available: {block.tool_name or ''}"
-        case "document":
-            message = f"{where}: documents are not supported but as text: send their text, or their pages as images."
-            raise Unsupported(message, where)
         case kind:
             raise Unsupported(f"{where}: content blocks of type {kind[:40]!r} are not supported.", where)
 
@@ -333,7 +351,8 @@ def _shown(request: CountRequest) -> list[ToolParam]:
     specs = [spec for spec in request.tools or () if not _is_skipped(spec)]
     waiting = {spec.name: spec for spec in specs if spec.defer_loading}
     if len(specs) < len(request.tools or ()) or not waiting:
-        # All tools are shown: the search tool itself was skipped, so the model could not find deferred ones.
+        # The search tool runs on Anthropic's servers and was skipped. All tools are shown, because the model could not
+        # search for deferred ones.
         return specs
     names = dict.fromkeys(name for message in request.messages for name in _referenced_tools(message))
     if request.tool_choice is not None and request.tool_choice.name:

@@ -5,6 +5,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from gateway.api.common.extras import Extras
 from gateway.errors import ApiError
 from protocol.from_worker import Finish, Usage
 
@@ -70,6 +71,23 @@ class ToolUseBlock(Struct, frozen=True, tag="tool_use"):
 Content = TextBlock | ThinkingBlock | ToolUseBlock
 
 
+class CacheMissReason(Struct, frozen=True):
+    """Why the prompt of the compared request was not a prefix. `detail`, mlxd's own field, has it in plain words."""
+
+    type: str
+    cache_missed_input_tokens: int | UnsetType = UNSET
+    detail: str | UnsetType = UNSET
+
+
+class AnthropicDiagnostics(Struct, frozen=True):
+    """Result of a comparison; None while it is not known."""
+
+    cache_miss_reason: CacheMissReason | None
+
+
+Diagnostics = AnthropicDiagnostics | UnsetType | None
+
+
 class AnthropicMessage(Struct, frozen=True, tag="message"):
     id: str
     role: str
@@ -78,6 +96,8 @@ class AnthropicMessage(Struct, frozen=True, tag="message"):
     stop_reason: str | None
     stop_sequence: str | None
     usage: AnthropicUsage
+    diagnostics: Diagnostics = UNSET
+    x_mlxd: Extras = UNSET
 
 
 class MessageStart(Struct, frozen=True, tag="message_start"):
@@ -122,6 +142,7 @@ class MessageEnd(Struct, frozen=True):
 class MessageDelta(Struct, frozen=True, tag="message_delta"):
     delta: MessageEnd
     usage: AnthropicUsage
+    x_mlxd: Extras = UNSET
 
 
 class MessageStop(Struct, frozen=True, tag="message_stop"):

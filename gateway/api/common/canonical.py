@@ -17,7 +17,7 @@ from protocol.prompts import ChatPrompt, Media
 
 T = TypeVar("T")
 
-# A value must allow this many more levels of nesting, because it is encoded inside a message.
+# A value must be encodable inside this many additional lists, because a message nests it further.
 _SPARE_DEPTH: Final = 50
 
 TOOLS_MAX: Final = 512
@@ -119,7 +119,9 @@ class ThinkingBudget(Struct, frozen=True):
         )
 
     def under(self, default: "ThinkingBudget") -> "ThinkingBudget":
-        """Return this budget, with its unset values taken from the configured `default`, unless thinking is off."""
+        """Return this budget, with its unset values taken from the configured `default`. If thinking is off, nothing is
+        taken.
+        """
         return self if self.is_enabled is False else self.over(default)
 
 
@@ -136,7 +138,7 @@ def sendable(value: T, param: str) -> T:
 
 
 def _is_sendable(value: object) -> bool:
-    """Whether msgpack can encode a value: unlike JSON, it has neither numbers beyond 64 bits nor lone surrogates."""
+    """Whether msgpack can encode a value. It cannot encode numbers beyond 64 bits, lone surrogates or deep nesting."""
     try:
         for _ in range(_SPARE_DEPTH):
             value = [value]
@@ -146,7 +148,7 @@ def _is_sendable(value: object) -> bool:
     return True
 
 
-# Content of a turn: a text, or a list of texts and media in order, each as a message part.
+# Content of a turn: a text, or a list of message parts, which are texts and media in order.
 Content = str | list[dict[str, Any]]
 
 

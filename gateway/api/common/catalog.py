@@ -1,4 +1,4 @@
-"""Catalog of the configured models for the model lists of all dialects: workers' states, and facts from the files."""
+"""Catalog of the models that all dialects list. Its facts come from configuration, workers and model files."""
 
 import asyncio
 import time
@@ -74,7 +74,9 @@ class CatalogEntry:
 
     @property
     def kv_bits(self) -> int:
-        """Bits per value of the model's KV, as configured if the model is not loaded; 0 if the KV is not quantized."""
+        """Bits per value of the KV cache; 0 if the cache is not quantized. Before the model is loaded, the configured
+        number.
+        """
         return self.view.ready.kv_bits if self.view.ready is not None else self.model.kv_bits or 0
 
     @property

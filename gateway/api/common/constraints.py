@@ -111,10 +111,12 @@ def response_format(value: Any) -> Constraint | None:
         case "text":
             return None
         case "json_object" | "json":
-            wanted = "schema" if fields.get("value") is None else "value"
-            if fields.get(wanted) is None:
+            given = [name for name in ("schema", "value") if fields.get(name) is not None]
+            if not given:
                 return Constraint(ConstraintKind.JSON_OBJECT)
-            return _schema(fields[wanted], f"response_format.{wanted}")
+            if len(given) > 1:
+                raise _invalid("response_format", "an object with 'schema' or 'value', not both")
+            return _schema(fields[given[0]], f"response_format.{given[0]}")
         case "regex":
             wanted = "pattern" if fields.get("value") is None else "value"
             return _guided("regex", fields.get(wanted) or "", f"response_format.{wanted}")

@@ -1,7 +1,7 @@
 """Decoding of bodies to structs for all dialects. Errors become a `BadRequest`, and unknown fields are reported.
 
-A call of the decoder holds the interpreter's lock. So that streams continue while a large body is decoded, such a body
-is decoded in pieces, after its structure was found to be no larger than any conversation's.
+A call of the decoder holds the interpreter's lock, which halts all streams. A large body is therefore decoded in
+pieces, after its structure was checked against limits.
 """
 
 import re
@@ -20,7 +20,7 @@ T = TypeVar("T", bound=Struct)
 
 # A body up to this size is decoded in one call; a larger one is decoded in pieces of about this size.
 PIECE_BYTES: Final = 128 * 1024
-# Maximum size of the unknown fields of one object. The name of each is checked, and a body may be almost only names.
+# Maximum size of the unknown fields of one object. It limits the time for checking their names.
 UNKNOWN_BYTES_MAX: Final = 256 * 1024
 _BIAS: Final = "logit_bias"
 BIAS_BYTES_MAX: Final = 512 * 1024
@@ -29,9 +29,10 @@ _keys = msgspec.json.Decoder(dict[str, Raw])
 _raws = msgspec.json.Decoder(list[Raw])
 _message_keys = msgspec.json.Decoder(list[dict[str, Raw]])
 _raw = msgspec.json.Decoder(Raw)
-# A body must allow this many more levels of nesting, because its values are encoded from deeper calls.
+# A body must be decodable inside this many additional lists, because its values are encoded later with more calls on
+# the stack.
 _SPARE_DEPTH: Final = 50
-# A body with fewer brackets cannot be nested too deeply; Python's own limit is 1000 levels.
+# A body with fewer brackets is not checked, because it cannot reach Python's limit of 1000 levels.
 _BRACKETS_MIN: Final = 500
 _MISSING: Final = "missing required field `"
 _ITEM_PATH: Final = re.compile(r" - at `\$\[(\d+)\]")
@@ -40,9 +41,9 @@ _ITEM_PATH: Final = re.compile(r" - at `\$\[(\d+)\]")
 class Schema(Generic[T]):
     """Decoder of one endpoint's bodies.
 
-    `no_action` names fields that are accepted without effect. `listed` is the field with the conversation, which may be
-    a list of `item`s; with `item_fields`, other fields of the items are reported as unknown too. A field in `refused`
-    is a `BadRequest` if its value would have an effect.
+    `no_action` names fields that are accepted without effect. `listed` names the field with the conversation, which may
+    be a list of `item`s. If `item_fields` is given, all other fields of an item are reported as unknown. A field in
+    `refused` raises `BadRequest` if its value would have an effect.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Schema(Generic[T]):
             seen |= self._names(piece)
         if self._item_fields is not None:
             unknown += [f"{self._listed}.{key}" for key in sorted(seen - self._item_fields)]
-        # The other fields are decoded with a list of only the first item.
+        # All items are decoded already, so the list in the rest of the body is shortened to its first item.
         rest = _object(fields | {self._listed: b"[" + bytes(raws[0]) + b"]"})
         request = self._decoder.decode(rest)
         return msgspec.structs.replace(request, **{self._listed: items}), unknown
@@ -123,7 +124,7 @@ class Schema(Generic[T]):
         try:
             return self._items.decode(piece)
         except msgspec.ValidationError as error:
-            # The error has the item's index in this piece. It is replaced by the index in the whole list.
+            # Replace the item's index in this piece by its index in the whole list.
             path = _ITEM_PATH.sub(
                 lambda match: f" - at `$.{self._listed}[{first + int(match[1])}]", str(error), count=1
             )
@@ -134,7 +135,7 @@ class Schema(Generic[T]):
         if self._item_parts is None:
             return set()
         if len(piece) > UNKNOWN_BYTES_MAX:
-            # A piece of this size is a single item.
+            # Only a single item makes a piece this large.
             return set(_fields(self._item_parts, piece[1:-1], f"One of '{self._listed}'"))
         return {key for item in _message_keys.decode(piece) for key in item}
 

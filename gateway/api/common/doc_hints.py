@@ -1,7 +1,7 @@
 """Hints in the schemas of the OpenAPI document: constraints on a field that decoding does not enforce.
 
-The lowering refuses invalid values with its own messages; hints inform clients in advance. A struct's class variable
-`hint` is added to its schema, for constraints on several fields.
+The lowering refuses invalid values with its own messages; hints inform clients in advance. Constraints on several
+fields are in a struct's class variable `hint`, which is added to the struct's schema.
 """
 
 from typing import Any, Final
@@ -27,7 +27,7 @@ def shape(schema: dict[str, Any]) -> Meta:
 
 
 def typed(*known: str, **properties: Any) -> dict[str, Any]:
-    """Return the schema of an object whose `type` is one of these words."""
+    """Return the schema of an object whose `type` is one of `known`."""
     return {
         "type": "object",
         "properties": {"type": {"enum": list(known)}, **properties},
@@ -36,8 +36,8 @@ def typed(*known: str, **properties: Any) -> dict[str, Any]:
 
 
 def case(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
-    """Return the schema of an object with these required fields and these properties, as one of several
-    alternatives.
+    """Return one of several alternative schemas of an object: the `required` fields, and the schemas of its
+    `properties`.
     """
     return {"properties": properties, "required": list(required)}
 

@@ -21,12 +21,14 @@ class SparseSpec(Struct, frozen=True, forbid_unknown_fields=True):
     keep: Annotated[float, Meta(gt=0, le=1)]
 
 
-# True keeps the fraction in the model's settings. False, or no value, prefills the whole prompt.
+# True keeps the fraction of the prompt that the model's settings name. False, or no value, keeps the whole prompt.
 SparsePrefill = bool | SparseSpec
 
 
 def sparse_keep(spec: SparsePrefill | None) -> float | None:
-    """Return the fraction of the prompt to keep. 0 means the one in the model's settings, None the whole prompt."""
+    """Return the fraction of the prompt to keep. 0 stands for the fraction in the model's settings; None keeps the
+    whole prompt.
+    """
     if isinstance(spec, SparseSpec):
         return spec.keep
     return 0.0 if spec else None

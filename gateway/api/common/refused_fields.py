@@ -1,5 +1,5 @@
-"""Known fields of other servers that would change an answer but are not supported. They are answered with a 400, unless
-their value is neutral.
+"""Known fields of other servers that would change an answer but are not supported. A request with such a field gets
+status 400, unless the field's value is neutral.
 
 Other unknown fields of a body are treated as hints and reported in `x-mlxd-ignored`.
 """

@@ -15,15 +15,18 @@ from gateway.config.settings import ModelConfig
 from gateway.errors import ApiError, Unavailable, from_failure, from_unsendable
 from gateway.http.encoder import Fold, StreamEncoder
 from gateway.http.request_body import read_body
-from gateway.http.sse import DEFAULT_PACE, EVENTS, StreamTiming, respond_stream, respond_whole
+from gateway.http.sse import DEFAULT_PACE, EVENTS, EncodeProgress, StreamTiming, respond_stream, respond_whole
 from gateway.link.calls import CallRefused
 from gateway.link.wire import WorkerGone
-from gateway.media.modalities import check, likely_tokens
-from gateway.media.reference import Reference
+from gateway.media.documents import DocumentReader, has_documents, text_chars
+from gateway.media.documents import with_pages as pages_of
+from gateway.media.modalities import check, likely_tokens, modalities
+from gateway.media.reference import DOCUMENT, IMAGE, Reference
 from gateway.media.resolve import MediaReader, Stored, is_inline, resolve
 from gateway.request.body_memory import LARGE_BYTES
 from gateway.request.generation import Generation
 from gateway.request.headers import ignored_header
+from gateway.request.next_turns import has_next_turn
 from gateway.request.record import RequestRecord
 from gateway.services import Services
 from gateway.workers.supervisor.state import ModelUnavailable
@@ -53,16 +56,23 @@ async def read(
     return await services.bodies.work(record.body_bytes, decode, body)
 
 
-async def with_media(
+async def with_media(services: Services, record: RequestRecord, model: ModelConfig, prompt: ChatPrompt) -> ChatPrompt:
+    """Return the prompt with the bytes of its media, and with the pages of its documents. Raises `ApiError`."""
+    return await with_pages(services, record, model, await read_media(services, record, model, prompt))
+
+
+async def read_media(
     services: Services, record: RequestRecord, model: ModelConfig, prompt: ChatPrompt, stored: Stored | None = None
 ) -> ChatPrompt:
-    """Return the prompt with the bytes of its media. `stored` loads the media of stored responses. Raises
-    `ApiError`.
+    """Return the prompt with the bytes of its media and documents. `stored` loads the media of stored responses.
+
+    Raises `ApiError`.
     """
     references = [each for each in prompt.media if isinstance(each, Reference)]
     if not references:
         return prompt
-    check(model.name, model.path, services.view(model).ready, references)
+    seen = [each for each in references if each.kind != DOCUMENT]
+    check(model.name, model.path, services.view(model).ready, seen)
     assert record.media_lease is not None, "the middleware makes one for each request"
     record.media_lease.owner = record.caller.key or ""
     size = record.encoded_bytes = sum(len(each.encoded) + len(each.url) for each in references)
@@ -74,9 +84,27 @@ async def with_media(
         return services.bodies.work(cost, action)
 
     reading = MediaReader(services.config.media, record.media_lease, services.fetch, offload, stored)
-    prompt = await resolve(prompt, reading)
+    return _recorded(record, await resolve(prompt, reading))
+
+
+async def with_pages(services: Services, record: RequestRecord, model: ModelConfig, prompt: ChatPrompt) -> ChatPrompt:
+    """Return the prompt with its documents replaced by the texts and pictures of their pages. Raises `ApiError`."""
+    if not has_documents(prompt):
+        return prompt
+    assert record.media_lease is not None, "the middleware makes one for each request"
+    has_vision = IMAGE in modalities(model.path, services.view(model).ready)
+    media, work = services.config.media, services.bodies.work
+    reading = DocumentReader(media, record.media_lease, services.pdfs, model.name, has_vision, work)
+    read = await pages_of(prompt, reading)
+    # The texts of documents count like those of the body.
+    record.encoded_bytes -= text_chars(read) - text_chars(prompt)
+    return _recorded(record, read)
+
+
+def _recorded(record: RequestRecord, prompt: ChatPrompt) -> ChatPrompt:
+    """Return a prompt whose media the request's record lists."""
     record.media = tuple(msgspec.structs.replace(each, data=b"") for each in prompt.media)
-    record.media_bytes = record.media_lease.size_bytes
+    record.media_bytes = sum(len(each.data) for each in prompt.media)
     return prompt
 
 
@@ -121,7 +149,8 @@ def begin_reading(
 class PreparedRequest:
     """Request that is ready to run on a model of `kind`.
 
-    The answer contains the log-probabilities of each prompt `repeats` times.
+    The answer contains the log-probabilities of each prompt `repeats` times. A request that `stays_here` is not sent to
+    peers.
     """
 
     services: Services
@@ -130,6 +159,7 @@ class PreparedRequest:
     generates: list[Generate]
     kind: str = TEXT
     repeats: int = 1
+    stays_here: bool = False
 
     async def stream(
         self,
@@ -138,15 +168,16 @@ class PreparedRequest:
         send: Send,
         kind: bytes = EVENTS,
         pace: StreamTiming = DEFAULT_PACE,
+        on_progress: EncodeProgress | None = None,
     ) -> ApiError | None:
-        """Generate, and answer with a stream of the content type `kind`.
+        """Generate, and answer with a stream of the content type `kind`. `on_progress` encodes progress of the prefill.
 
         Raises an `ApiError` before the status is sent; returns a later error.
         """
         write_timeout_s = self.services.config.server.write_timeout_s
         with self.generation(encoder.bind) as generation:
             return await respond_stream(
-                generation, encoder, self.record, receive, send, write_timeout_s, pace, kind=kind
+                generation, encoder, self.record, receive, send, write_timeout_s, pace, kind, on_progress
             )
 
     async def whole(self, fold: Fold, receive: Receive, send: Send) -> None:
@@ -157,7 +188,14 @@ class PreparedRequest:
     def generation(self, bind: Callable[[Sequence[int]], None]) -> Generation:
         """Return the generation of the request. Entering it takes the leases."""
         return Generation(
-            self.services, self.model, self.generates, self.record, bind, kind=self.kind, repeats=self.repeats
+            self.services,
+            self.model,
+            self.generates,
+            self.record,
+            bind,
+            kind=self.kind,
+            stays_here=self.stays_here,
+            repeats=self.repeats,
         )
 
 
@@ -169,10 +207,15 @@ async def prepare(
     kind: str = TEXT,
     repeats: int = 1,
 ) -> PreparedRequest:
-    """Lower a decoded request: `make` gets a source of request ids and the deadline. Raises `ApiError`."""
+    """Lower a decoded request with `make`, which is called with a source of request ids and with the deadline in
+    milliseconds.
+
+    Raises `ApiError`.
+    """
     work, deadline_ms = services.bodies.work, int(services.config.server.request_timeout_s * 1000)
     lowered = await work(record.body_bytes, make, services.link.next_rid, deadline_ms)
     generates = lowered if isinstance(lowered, list) else [lowered]
+    record.has_next_turn = has_next_turn(generates)
     # Media can only be in the prompt of a chat, and all choices of a chat share one prompt.
     prompt = generates[0].prompt
     if isinstance(prompt, ChatPrompt) and prompt.media:
@@ -186,13 +229,19 @@ async def prepare(
 
 
 async def tokenize(
-    services: Services, record: RequestRecord, model: ModelConfig, prompt: Prompt, *, want_ids: bool = False
+    services: Services,
+    record: RequestRecord,
+    model: ModelConfig,
+    prompt: Prompt,
+    *,
+    want_ids: bool = False,
+    want_text: bool = False,
 ) -> Tokenized:
-    """Have the model's worker tokenize a prompt. Raises `ApiError`."""
+    """Have the model's worker tokenize a prompt, or only render a chat if `want_text`. Raises `ApiError`."""
     if isinstance(prompt, ChatPrompt):
         prompt = await with_media(services, record, model, prompt)
     estimate = (record.body_bytes - record.encoded_bytes) / BYTES_PER_TOKEN + likely_tokens(record.media)
-    return await call_worker(services, record, model, estimate, lambda rid: Tokenize(rid, prompt, want_ids))
+    return await call_worker(services, record, model, estimate, lambda rid: Tokenize(rid, prompt, want_ids, want_text))
 
 
 async def detokenize(services: Services, record: RequestRecord, model: ModelConfig, ids: tuple[int, ...]) -> Tokenized:
@@ -205,35 +254,37 @@ async def call_worker(
     record: RequestRecord,
     model: ModelConfig,
     estimate: float,
-    question: Callable[[int], Tokenize | Detokenize],
+    make_call: Callable[[int], Tokenize | Detokenize],
 ) -> Tokenized:
     """Send a tokenize or detokenize call of about `estimate` tokens to the model's worker. Raises `ApiError`."""
     caller = record.caller
     share = caller.queue_share or services.config.server.queue_share
     with ExitStack() as held:
-        held.enter_context(services.admission.question(model, caller.key, share))
-        bill = None if caller.meter is None else held.enter_context(caller.meter.question(estimate))
+        held.enter_context(services.admission.tokenize_call(model, caller.key, share))
+        charge = None if caller.meter is None else held.enter_context(caller.meter.tokenize_call(estimate))
         if services.pool.find(model.name) is not None:
             held.enter_context(services.pool.lease(model.name))
-        answer = await _answer(services, record, model, question)
-        if bill is not None:
-            bill.prompt = answer.count
+        answer = await _answer(services, record, model, make_call)
+        if charge is not None:
+            charge.prompt = answer.count
         return answer
 
 
 async def _answer(
-    services: Services, record: RequestRecord, model: ModelConfig, question: Callable[[int], Tokenize | Detokenize]
+    services: Services, record: RequestRecord, model: ModelConfig, make_call: Callable[[int], Tokenize | Detokenize]
 ) -> Tokenized:
     try:
         async with asyncio.timeout(services.config.server.queue_timeout_s or None):
             if services.pool.find(model.name) is None:
-                return await services.fleet.call(model, question(services.link.next_rid()))
+                return await services.fleet.call(model, make_call(services.link.next_rid()))
             worker = await services.pool.ensure_ready(model.name)
             check(model.name, model.path, worker.ready, record.media)
-            asked = question(services.link.next_rid())
-            if (refusal := worker.incarnation.call_refusal(asked)) is not None:
+            call = make_call(services.link.next_rid())
+            if (refusal := worker.incarnation.call_refusal(call)) is not None:
                 raise from_failure(refusal)
-            return await services.link.call(worker.epoch, asked)
+            answer = await services.link.call(worker.epoch, call)
+            assert isinstance(answer, Tokenized)
+            return answer
     except (ModelUnavailable, CallRefused) as error:
         wait_s = getattr(error, "retry_after_s", 0.0)
         raise from_failure(error.failure, wait_s, is_operator=record.caller.is_admin) from None

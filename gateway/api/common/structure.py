@@ -13,14 +13,14 @@ class Structure(NamedTuple):
     keys: int = 0
 
 
-# A container takes hundreds of bytes and the garbage collector's time, a plain value takes tens of bytes, and each key
-# of an object is compared with the known keys.
+# These limits bound memory and time: a container takes hundreds of bytes and the garbage collector's time, a plain
+# value takes tens of bytes, and each key of an object is compared with the known keys.
 JSON_MAX: Final = Structure(50_000, 1 << 20, 250_000)
 # These limits are larger, because a peer's request contains the conversation once per sequence. Keys count as values.
 MSGPACK_MAX: Final = Structure(250_000, 1 << 22)
 WINDOW_BYTES: Final = 256 * 1024
-# Each table maps the first byte of a msgpack value to the size in bytes of the field that follows: the length of a
-# container or text, or a number.
+# Each table maps the first byte of a msgpack value to the size in bytes of the field that follows it. The field
+# contains the length of the container or text, or the number itself.
 _CONTAINERS: Final = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 _TEXTS: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 _NUMBERS: Final = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
@@ -86,8 +86,8 @@ def count_msgpack(body: bytes) -> Structure:
 
 
 def _head(head: int) -> tuple[int, int, bool]:
-    """Decode the first byte of a value. Returns the distance to the next value (not counting a text), the size of the
-    length field of a text, and whether the value is a container.
+    """Decode the first byte of a value. Returns the number of bytes to the next value (without those of a text), the
+    size of a text's length field, and whether the value is a container.
     """
     if head in _CONTAINERS:
         return 1 + _CONTAINERS[head], 0, True

@@ -23,6 +23,7 @@ class Vectors:
     count: int
     prompt_tokens: int
     headers: list[Header]
+    cached_tokens: int = 0
 
     @property
     def dimensions(self) -> int:
@@ -49,6 +50,7 @@ class VectorFold:
     def __init__(self) -> None:
         self.data = b""
         self.prompt_tokens = 0
+        self.cached_tokens = 0
 
     def bind(self, rids: Sequence[int]) -> None:
         """Ignore the request ids, because a request has only one."""
@@ -57,7 +59,7 @@ class VectorFold:
         for delta in deltas:
             self.data += delta.data
             if delta.usage is not None:
-                self.prompt_tokens = delta.usage.prompt
+                self.prompt_tokens, self.cached_tokens = delta.usage.prompt, delta.usage.cached
 
     def result(self) -> bytes:
         return self.data
@@ -71,6 +73,6 @@ async def respond_vectors(
     async with cut_off(job.record, receive):
         with job.generation(fold.bind) as generation:
             data = await folded(generation, fold)
-            vectors = Vectors(data, count, fold.prompt_tokens, generation.headers)
+            vectors = Vectors(data, count, fold.prompt_tokens, generation.headers, fold.cached_tokens)
         body = await job.services.bodies.work(len(vectors.data), render, vectors)
         await send_body(send, 200, body, vectors.headers)

@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `POST /detokenize`, as in vLLM, SGLang and llama.cpp."""
+"""`POST /tokenize`, `/detokenize` and `/apply-template`, as in vLLM, SGLang and llama.cpp."""
 
 from typing import Any, ClassVar, Final
 
@@ -12,9 +12,9 @@ from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import NULL, TEXT, case
 from gateway.api.common.refused_fields import REFUSED_FIELDS, RefusedField
 from gateway.api.common.thinking import of_config
-from gateway.api.openai.lowering import template_kwargs
+from gateway.api.openai.lowering import lower_chat, template_kwargs
 from gateway.api.openai.messages import turns
-from gateway.api.openai.request import RequestMessage, TokenId
+from gateway.api.openai.request import RequestMessage, TokenId, decode_chat
 from gateway.config.settings import ThinkingDefaults
 from gateway.errors import BadRequest, Unsupported
 from gateway.http.exchange import send_body
@@ -66,6 +66,12 @@ class DetokenizedText(Struct, frozen=True):
     content: str
 
 
+class RenderedChat(Struct, frozen=True):
+    """The prompt of a chat as text, with the special tokens that the template writes."""
+
+    prompt: str
+
+
 _REFUSED: Final = {
     "parse_special": RefusedField("special tokens in a text are tokens", (True,)),
     "with_pieces": RefusedField("send each of the tokens to /detokenize", (False,)),
@@ -100,6 +106,20 @@ async def detokenize(services: Services, scope: Scope, receive: Receive, send: S
     async with cut_off(record, receive):
         decoded = await serve.detokenize(services, record, model, tuple(request.tokens))
         await send_body(send, 200, msgspec.json.encode(DetokenizedText(decoded.text, decoded.text)), record.headers)
+
+
+async def apply_template(services: Services, scope: Scope, receive: Receive, send: Send) -> None:
+    """Handle `POST /apply-template`, whose body is that of a chat completion."""
+    record = record_of(scope)
+    request, unknown = await serve.read(services, record, scope, receive, decode_chat)
+    model, _ = serve.begin(services, record, request.model, False, None, unknown)
+    generates = await services.bodies.work(record.body_bytes, lower_chat, request, model, lambda: 0, 0)
+    prompt = generates[0].prompt
+    if isinstance(prompt, ChatPrompt) and prompt.media:
+        raise Unsupported("Images, video and audio have no text.", "messages")
+    async with cut_off(record, receive):
+        rendered = await serve.tokenize(services, record, model, prompt, want_text=True)
+        await send_body(send, 200, msgspec.json.encode(RenderedChat(rendered.text)), record.headers)
 
 
 def _prompt(request: TokenizeRequest, default: ThinkingDefaults) -> ChatPrompt | TextPrompt:

@@ -1,7 +1,7 @@
 """`context` of a completion: the conversation as integers, which a client sends back without reading them.
 
-Ollama's own integers are token ids. Here they contain the turns as JSON, three bytes per integer. So any worker can
-continue, with or without its cache, and the turns pass through the chat template like all others.
+Ollama's own integers are token ids. These contain the turns as JSON, three bytes per integer, so that any worker can
+continue, with or without its cache, and the chat template renders the turns like all others.
 """
 
 import struct

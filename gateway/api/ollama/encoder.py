@@ -8,6 +8,7 @@ from typing import Any, Final, assert_never
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, structs
 
+from gateway.api.common.extras import MakeExtras, no_extras
 from gateway.api.ollama.conversation import ConversationTurn, write_context
 from gateway.api.ollama.response import (
     DONE_REASONS,
@@ -94,9 +95,10 @@ class LineForm(ABC):
 
     key: str
 
-    def __init__(self, model: str, record: RequestRecord) -> None:
+    def __init__(self, model: str, record: RequestRecord, extras: MakeExtras = no_extras) -> None:
         self._model = model
         self._record = record
+        self._extras = extras
         self._created_at = timestamp()
 
     @abstractmethod
@@ -127,6 +129,7 @@ class LineForm(ABC):
             "prompt_eval_duration": nanoseconds(usage.prefill_ms / 1000),
             "eval_count": usage.completion,
             "eval_duration": nanoseconds(usage.decode_ms / 1000),
+            "x_mlxd": self._extras(),
         }
 
 
@@ -149,8 +152,14 @@ class GenerateForm(LineForm):
 
     key = "response"
 
-    def __init__(self, model: str, record: RequestRecord, turns: list[ConversationTurn] | None) -> None:
-        super().__init__(model, record)
+    def __init__(
+        self,
+        model: str,
+        record: RequestRecord,
+        turns: list[ConversationTurn] | None,
+        extras: MakeExtras = no_extras,
+    ) -> None:
+        super().__init__(model, record, extras)
         self._turns = turns
 
     def line(self, content: SentText, answer: AnswerSoFar | None = None) -> OllamaLine:

@@ -7,6 +7,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.common import serve
+from gateway.api.common.extras import extras_of
 from gateway.api.ollama.encoder import ChatForm, GenerateForm, LineFold, LineForm, LineStream
 from gateway.api.ollama.load_orders import load_or_unload
 from gateway.api.ollama.lowering import check_load, conversation_of, lower_chat, lower_generate
@@ -37,7 +38,7 @@ class Chat:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         def make_form(request: OllamaChatRequest, name: str, record: RequestRecord) -> LineForm:
-            return ChatForm(name, record)
+            return ChatForm(name, record, extras_of(request.x_mlxd, record))
 
         await _respond(self._services, scope, receive, send, decode_chat, lower_chat, make_form)
 
@@ -51,7 +52,8 @@ class Complete:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         def make_form(request: GenerateRequest, name: str, record: RequestRecord) -> LineForm:
             has_turns = not (request.raw or request.suffix or is_empty(request))
-            return GenerateForm(name, record, conversation_of(request) if has_turns else None)
+            turns = conversation_of(request) if has_turns else None
+            return GenerateForm(name, record, turns, extras_of(request.x_mlxd, record))
 
         await _respond(self._services, scope, receive, send, decode_generate, lower_generate, make_form)
 

@@ -5,8 +5,8 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-# Matches durations of zero in Go's notation, or in seconds. In a sequence, each number must end in a unit, because a
-# row of zeros could otherwise take exponential time.
+# Matches durations of zero in Go's notation, or in seconds. Each number of a longer duration must end in a unit;
+# otherwise matching a row of zeros could take exponential time.
 _ZERO: Final = re.compile(r"[-+]?(0+(\.0*)?|(0+(\.0*)?(ns|us|µs|μs|ms|s|m|h))+)")
 KeepAlive = float | Annotated[str, Meta(max_length=64)]
 

@@ -34,7 +34,7 @@ def lower_chat(
 ) -> Generate:
     """Lower a chat. Raises `BadRequest`."""
     messages = request.messages or []
-    turns = _Turns().lower(messages)
+    turns = _ChatTurns().lower(messages)
     thinking = _thinking(request, model)
     tools = tuple(lower_tool(spec, f"tools[{index}]") for index, spec in enumerate(request.tools or ()))
     # A final assistant turn is the beginning of the answer.
@@ -135,7 +135,7 @@ def _image(image: str, where: str) -> dict[str, Any]:
     return by_url(IMAGE, image, where) if image.startswith("data:") else by_base64(IMAGE, image, where)
 
 
-class _Turns:
+class _ChatTurns:
     """Lowers the turns of a chat.
 
     Calls without an id get one. Each result is matched with the next call that has no result.
@@ -143,8 +143,8 @@ class _Turns:
 
     def __init__(self) -> None:
         self._count = 0
-        # Calls are numbered. `_waiting` maps the number of each call without a result to its id and name. The next two
-        # map ids and names to the numbers of their calls, in order; the last maps ids to names.
+        # Calls are numbered. `_waiting` maps the number of each call without a result to the call's id and name.
+        # `_by_id` and `_by_name` map ids and names to the numbers of their calls, in order. `_names` maps ids to names.
         self._waiting: dict[int, tuple[str, str]] = {}
         self._by_id: dict[str, deque[int]] = {}
         self._by_name: dict[str, deque[int]] = {}
@@ -193,9 +193,9 @@ class _Turns:
         return self._waiting.pop(number)[0]
 
     def _first(self, numbers: deque[int] | None) -> int | None:
-        """Return the first of these calls that has no result.
+        """Return the number of the first of these calls that has no result.
 
-        The calls before it are dropped from `numbers`, so that each is checked only once.
+        The numbers before it are dropped from `numbers`, so that each is checked only once.
         """
         while numbers:
             number = numbers.popleft()

@@ -89,8 +89,8 @@ class OllamaOptions(Struct, frozen=True):
 
 
 def _properties() -> dict[str, Any]:
-    """Return the properties of `OllamaOptions` for the field's schema, because the field itself is decoded as any
-    object.
+    """Return the properties of `OllamaOptions`. They are added to the field's schema, because the field is decoded as
+    any object.
     """
     _, components = msgspec.json.schema_components([OllamaOptions])
     return {"type": "object", "properties": components[OllamaOptions.__name__]["properties"]}

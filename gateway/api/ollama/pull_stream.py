@@ -59,8 +59,8 @@ class PullEndpoint:
             await self._stream(download, record, receive, send)
 
     def _path_to_download(self, name: str, record: RequestRecord) -> str | None:
-        """Return the path of a configured model, or `name` if the caller has no such model. None if the files are on
-        this machine.
+        """Return the path of a configured model, or `name` itself if the caller has no such model. Returns None if the
+        files are on this machine.
         """
         try:
             path = self._services.router.locate_here(name, record.caller).model.path

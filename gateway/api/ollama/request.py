@@ -8,6 +8,7 @@ from gateway.api.common.canonical import EFFORTS
 from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import TEXT, shape, words
 from gateway.api.common.drafts import SparsePrefill, Speculate
+from gateway.api.common.extras import ExtrasSpec
 from gateway.api.common.refused_fields import REFUSED_FIELDS, constraint_fields
 from gateway.api.ollama.keep_alive import KeepAlive, is_zero
 from gateway.api.ollama.options import OptionsField, read_options
@@ -62,6 +63,8 @@ class GenerationFields(Struct, frozen=True, kw_only=True):
     speculate: Speculate | None = None
     # Whether a long prompt is prefilled sparsely, and the fraction of it that is kept. This field is mlxd's own.
     sparse_prefill: SparsePrefill | None = None
+    # What the answer has in addition. This field is mlxd's own.
+    x_mlxd: ExtrasSpec | None = None
 
     @property
     def is_stream(self) -> bool:

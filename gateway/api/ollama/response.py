@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from gateway.api.common.extras import Extras
 from gateway.api.openai.response import ContentLogprob
 from gateway.errors import ApiError
 from protocol.from_worker import Finish
@@ -51,6 +52,7 @@ class OllamaLine(Struct, frozen=True, omit_defaults=True, kw_only=True):
     prompt_eval_duration: int | UnsetType = UNSET
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET
+    x_mlxd: Extras = UNSET
 
 
 class ChatLine(OllamaLine, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.common import serve
+from gateway.api.common.extras import extras_of
 from gateway.api.openai.chat_encoder import ChatFold, ChatStream
 from gateway.api.openai.choices import Heading
 from gateway.api.openai.lowering import lower_chat
@@ -25,16 +26,20 @@ class ChatCompletions:
         job = await serve.prepare(
             services, record, model, lambda next_rid, ms: lower_chat(request, model, next_rid, seed, ms)
         )
+        record.answer_id = serve.new_id("chatcmpl")
         heading = Heading(
-            serve.new_id("chatcmpl"),
+            record.answer_id,
             serve.now(),
             model.full_name,
             choices,
             choices,
             is_legacy=bool(request.functions),
             sends_ids=bool(request.return_token_ids),
+            extras=extras_of(request.x_mlxd, record),
         )
         if request.stream:
-            await job.stream(ChatStream(heading, request.wants_usage), receive, send)
+            encoder = ChatStream(heading, request.wants_usage)
+            on_progress = encoder.progress if request.return_progress else None
+            await job.stream(encoder, receive, send, on_progress=on_progress)
         else:
             await job.whole(ChatFold(heading), receive, send)

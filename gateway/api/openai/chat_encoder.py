@@ -98,27 +98,27 @@ def _tool(delta: Delta) -> ToolCallDelta:
 
 
 @dataclass(slots=True)
-class _Call:
+class _ChoiceCall:
     id: str
     name: str
     arguments: list[str] = field(default_factory=list[str])
 
 
 @dataclass(slots=True)
-class _Partial(Partial):
+class _PartialChat(Partial):
     content: list[str] = field(default_factory=list[str])
     reasoning: list[str] = field(default_factory=list[str])
-    calls: dict[int, _Call] = field(default_factory=dict[int, _Call])
+    calls: dict[int, _ChoiceCall] = field(default_factory=dict[int, _ChoiceCall])
     logprobs: list[ContentLogprob] | None = None
 
 
-class ChatFold(ChoiceFold[ChatChoice, _Partial]):
+class ChatFold(ChoiceFold[ChatChoice, _PartialChat]):
     """`Fold` of a whole chat completion, with the same content as `ChatStream`."""
 
     def __init__(self, heading: Heading) -> None:
-        super().__init__(heading, ChatCompletion, _Partial)
+        super().__init__(heading, ChatCompletion, _PartialChat)
 
-    def _take(self, choice: _Partial, delta: Delta) -> None:
+    def _take(self, choice: _PartialChat, delta: Delta) -> None:
         if delta.logprobs is not None:
             choice.logprobs = choice.logprobs if choice.logprobs is not None else []
             choice.logprobs += chat_logprobs(delta.logprobs)
@@ -129,7 +129,7 @@ class ChatFold(ChoiceFold[ChatChoice, _Partial]):
                 choice.reasoning.append(delta.text)
             case DeltaKind.TOOL_BEGIN:
                 tool = _tool(delta)
-                choice.calls[tool.index] = _Call(tool.call_id, tool.name)
+                choice.calls[tool.index] = _ChoiceCall(tool.call_id, tool.name)
             case DeltaKind.TOOL_ARGS:
                 choice.calls[_tool(delta).index].arguments.append(delta.text)
             case DeltaKind.TOOL_END:
@@ -137,7 +137,7 @@ class ChatFold(ChoiceFold[ChatChoice, _Partial]):
             case _:
                 assert_never(delta.kind)
 
-    def _whole(self, index: int, choice: _Partial) -> ChatChoice:
+    def _whole(self, index: int, choice: _PartialChat) -> ChatChoice:
         logprobs = None if choice.logprobs is None else ChatLogprobs(choice.logprobs)
         message = _message(choice, self._heading.is_legacy)
         return ChatChoice(index, message, logprobs, _reason(choice.finish, self._heading), self._ids_of(choice))
@@ -151,7 +151,7 @@ def _opening(index: int) -> ChatChunkChoice:
     return ChatChunkChoice(index, ChatDelta(role="assistant", content="", refusal=None))
 
 
-def _message(choice: _Partial, is_legacy: bool) -> ChatMessage:
+def _message(choice: _PartialChat, is_legacy: bool) -> ChatMessage:
     content = "".join(choice.content)
     reasoning = "".join(choice.reasoning) or UNSET
     calls = [

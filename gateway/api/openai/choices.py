@@ -9,10 +9,11 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.structs import replace
 
+from gateway.api.common.extras import MakeExtras, no_extras
 from gateway.api.openai.events import EventEncoder, event
 from gateway.api.openai.prompt_logprobs import encode_entries, whole
-from gateway.api.openai.response import TokenIds, UsageBody, sum_usage
-from protocol.from_worker import Delta, DeltaKind, Finish, Usage
+from gateway.api.openai.response import PromptProgress, TokenIds, UsageBody, sum_usage
+from protocol.from_worker import Delta, DeltaKind, Finish, Progress, Usage
 
 # `C` is the struct of an encoded choice.
 C = TypeVar("C", bound=Struct)
@@ -41,6 +42,7 @@ class Heading:
     choices_per_prompt: int = 1
     is_legacy: bool = False
     sends_ids: bool = False
+    extras: MakeExtras = no_extras
 
 
 @dataclass(slots=True)
@@ -76,8 +78,7 @@ class ChoiceStream(EventEncoder, ABC, Generic[C]):
         self._sends_ids = heading.sends_ids
         self._usages: dict[int, Usage] = {}
         self._choices: dict[int, int] = {}
-        # Maps request ids to the bytes of the usual chunk before its text. The bytes after the text are the same for
-        # all.
+        # Maps request ids to the prefix of the usual chunk. Its suffix is the same for all.
         self._before: dict[int, bytes] = {}
         self._after = b""
 
@@ -99,10 +100,17 @@ class ChoiceStream(EventEncoder, ABC, Generic[C]):
         return b"".join(parts)
 
     def end(self) -> bytes:
-        if not self._include_usage:
+        extras = self._heading.extras()
+        if not self._include_usage and extras is UNSET:
             return DONE
         ordered = [self._usages[rid] for rid in self._choices if rid in self._usages]
-        return self._chunk([], sum_usage(ordered, self._heading.choices_per_prompt)) + DONE
+        last = self._make([], sum_usage(ordered, self._heading.choices_per_prompt))
+        return event(replace(last, x_mlxd=extras)) + DONE
+
+    def progress(self, progress: Progress) -> bytes:
+        """Encode the progress of a prefill in llama.cpp's form, as a chunk without text."""
+        chunk = self._make([self._blank(self._choices[progress.rid])], None)
+        return event(replace(chunk, prompt_progress=PromptProgress.of(progress)))
 
     @abstractmethod
     def _blank(self, index: int) -> C:
@@ -142,12 +150,12 @@ class ChoiceStream(EventEncoder, ABC, Generic[C]):
         return replace(self._blank(index) if choice is None else choice, token_ids=ids)
 
     def _event(self, choice: C) -> bytes:
-        return self._chunk([choice], None)
+        return event(self._make([choice], None))
 
-    def _chunk(self, choices: list[C], usage: UsageBody | None) -> bytes:
+    def _make(self, choices: list[C], usage: UsageBody | None) -> Struct:
         heading = self._heading
         shown = usage if self._include_usage else UNSET
-        return event(self._shape(heading.id, heading.created, heading.model, choices, shown))
+        return self._shape(heading.id, heading.created, heading.model, choices, shown)
 
 
 class ChoiceFold(ABC, Generic[C, P]):
@@ -190,7 +198,8 @@ class ChoiceFold(ABC, Generic[C, P]):
         choices = [self._whole(index, choice) for index, choice in enumerate(self._choices.values())]
         usages = [choice.usage for choice in self._choices.values() if choice.usage is not None]
         usage = sum_usage(usages, heading.choices_per_prompt)
-        return encode(self._answer(self._shape(heading.id, heading.created, heading.model, choices, usage)))
+        answer = self._shape(heading.id, heading.created, heading.model, choices, usage)
+        return encode(replace(self._answer(answer), x_mlxd=heading.extras()))
 
     def _answer(self, answer: Struct) -> Struct:
         """Add fields about the prompt to the whole answer. The default adds none; chat completions override this."""

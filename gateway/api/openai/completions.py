@@ -3,6 +3,7 @@
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.common import serve
+from gateway.api.common.extras import extras_of
 from gateway.api.openai.choices import Heading
 from gateway.api.openai.completions_encoder import TextFold, TextStream
 from gateway.api.openai.lowering import lower_completion
@@ -29,15 +30,19 @@ class Completions:
             lambda next_rid, ms: lower_completion(request, model, next_rid, seed, ms),
             repeats=request.n or 1,
         )
+        record.answer_id = serve.new_id("cmpl")
         heading = Heading(
-            serve.new_id("cmpl"),
+            record.answer_id,
             serve.now(),
             model.full_name,
             len(job.generates),
             request.n or 1,
             sends_ids=bool(request.return_token_ids),
+            extras=extras_of(request.x_mlxd, record),
         )
         if request.stream:
-            await job.stream(TextStream(heading, request.wants_usage), receive, send)
+            encoder = TextStream(heading, request.wants_usage)
+            on_progress = encoder.progress if request.return_progress else None
+            await job.stream(encoder, receive, send, on_progress=on_progress)
         else:
             await job.whole(TextFold(heading), receive, send)

@@ -38,24 +38,24 @@ class TextStream(ChoiceStream[TextChoice]):
 
 
 @dataclass(slots=True)
-class _Partial(Partial):
+class _PartialText(Partial):
     text: list[str] = field(default_factory=list[str])
     logprobs: TextLogprobsParts | None = None
 
 
-class TextFold(ChoiceFold[TextChoice, _Partial]):
+class TextFold(ChoiceFold[TextChoice, _PartialText]):
     """`Fold` of a whole text completion, with the same content as `TextStream`."""
 
     def __init__(self, heading: Heading) -> None:
-        super().__init__(heading, TextCompletion, _Partial)
+        super().__init__(heading, TextCompletion, _PartialText)
 
-    def _take(self, choice: _Partial, delta: Delta) -> None:
+    def _take(self, choice: _PartialText, delta: Delta) -> None:
         choice.text.append(delta.text)
         if delta.logprobs is not None:
             choice.logprobs = choice.logprobs or TextLogprobsParts()
             choice.logprobs.add(delta.logprobs)
 
-    def _whole(self, index: int, choice: _Partial) -> TextChoice:
+    def _whole(self, index: int, choice: _PartialText) -> TextChoice:
         logprobs = None if choice.logprobs is None else choice.logprobs.whole()
         reason, ids = _reason(choice.finish), self._ids_of(choice)
         return TextChoice(index, "".join(choice.text), logprobs, reason, ids, *self._prompt_of(index))

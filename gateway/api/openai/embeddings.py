@@ -19,7 +19,7 @@ from protocol.kinds import EMBED
 from protocol.prompts import EmbedPrompt
 from protocol.to_worker import Generate, Sampling
 
-# Maximum number of inputs, as in OpenAI's API. Requests for completions may have fewer prompts (`PROMPTS`).
+# Maximum number of inputs, as in OpenAI's API.
 INPUTS_MAX: Final = 2048
 _INPUTS: Final = PROMPTS | {"maxItems": INPUTS_MAX}
 _QUERY: Final = ("query", "search_query")

@@ -6,7 +6,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from gateway.errors import ApiError, openai_body
+from gateway.errors import ApiError, BadRequest, openai_body
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -30,3 +30,10 @@ class EventEncoder:
 def event(data: Struct) -> bytes:
     """Encode one event."""
     return b"data: " + _encode(data) + b"\n\n"
+
+
+def check_progress(wants_progress: bool | None, *, is_stream: bool) -> None:
+    """Raises `BadRequest` if progress is requested without a stream."""
+    if wants_progress and not is_stream:
+        message = "'return_progress' needs 'stream': true: a whole answer has no place for progress."
+        raise BadRequest(message, "return_progress", "invalid_value")

@@ -6,6 +6,7 @@ from typing import Any, Final
 from gateway.api.common.canonical import chat_prompt, sendable
 from gateway.api.common.constraints import lower_constraint
 from gateway.api.common.drafts import most_drafted, sparse_keep
+from gateway.api.common.prompt_cache import is_prewarm
 from gateway.api.common.sampling import first, sampling_values
 from gateway.api.common.thinking import lower_thinking
 from gateway.api.openai.media_parts import media_options
@@ -24,13 +25,14 @@ from gateway.errors import BadRequest
 from protocol.prompts import ChatPrompt, Infill, Prompt, TextPrompt, TokensPrompt
 from protocol.to_worker import Generate, Sampling
 
-# Arguments that clients may not set: the worker itself passes them to the template, or they change how it is called.
+# Arguments that clients may not set: the worker itself passes them to the template, or they change how the template is
+# called.
 RESERVED_KWARGS: Final = frozenset(
     {
         "messages",
         "conversation",
         "conversations",
-        # The template's methods use this name for their receiver.
+        # Python passes the template object itself by this name.
         "self",
         "tools",
         "documents",
@@ -47,9 +49,9 @@ RESERVED_KWARGS: Final = frozenset(
         "tokenizer_kwargs",
     }
 )
-# This is limited, because each choice's message to the worker contains all biases.
+# Maximum number of biases. Each choice's message to the worker contains all of them.
 BIAS_MAX: Final = 16_384
-# This is limited, because the worker tokenizes each of these texts.
+# Maximum number of texts with a bias. The worker tokenizes each of them.
 BIAS_TEXTS_MAX: Final = 256
 BIAS_TEXT_CHARS_MAX: Final = 16_384
 # OpenAI's default for text completions.
@@ -76,6 +78,8 @@ def lower_chat(
         name = "n_predict" if request.max_tokens is None else "max_tokens"
         raise BadRequest(f"Invalid value for '{name}': expected int >= 1.", name, "invalid_value")
     tool_use, thinking = lower_tools(request), lower_thinking(request, model.thinking)
+    max_tokens = request.token_limit if request.max_completion_tokens is None else request.max_completion_tokens
+    is_prewarm_only = is_prewarm(request.prompt_cache_options)
     prompt = chat_prompt(messages, tool_use, thinking, template_kwargs(request.chat_template_kwargs), continues)
     return lower_texts(
         request,
@@ -83,10 +87,10 @@ def lower_chat(
         [prompt],
         next_rid,
         seed,
-        request.token_limit if request.max_completion_tokens is None else request.max_completion_tokens,
+        0 if is_prewarm_only else max_tokens,
         deadline_ms,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        thinking_budget=thinking.budget,
+        thinking_budget=None if is_prewarm_only else thinking.budget,
         prediction=sendable(request.prediction.text, "prediction") if request.prediction is not None else "",
     )
 
@@ -205,8 +209,8 @@ def _biases(given: Mapping[str, float] | Sequence[tuple[int | str, float]]) -> _
     if len(given) > BIAS_MAX:
         raise BadRequest(f"'logit_bias' has {len(given)} entries; at most {BIAS_MAX} are taken.", "logit_bias")
     for key, value in given.items() if isinstance(given, Mapping) else given:
-        # The digits are checked because int() would also accept "+1", " 1" and "1_0". In a list, even a text that looks
-        # like a number is a text.
+        # The digits are checked because int() would also accept "+1", " 1" and "1_0". A list of pairs names token ids
+        # by numbers, so a text of digits in it is a text.
         if isinstance(key, int) or (isinstance(given, Mapping) and key.isascii() and key.isdigit() and len(key) <= 10):
             ids[int(key)] = value
         elif not key or (isinstance(given, Mapping) and key.lstrip("+-").isdigit()):

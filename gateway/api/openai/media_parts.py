@@ -1,11 +1,12 @@
-"""Message parts with an image, video or audio, in the spellings of OpenAI and other servers."""
+"""Message parts with an image, video, audio or file, in the spellings of OpenAI and other servers."""
 
 from collections.abc import Mapping
 from typing import Any, Final
 
-from gateway.api.openai.request import AudioData, ChatCompletionRequest, MediaLink, MessagePart
-from gateway.errors import BadRequest, missing_parameter
-from gateway.media.reference import AUDIO, IMAGE, VIDEO, by_base64, by_url, detail_options, merged
+from gateway.api.openai.message_part import AudioData, MediaLink, MessagePart
+from gateway.api.openai.request import ChatCompletionRequest
+from gateway.errors import BadRequest, Unsupported, missing_parameter
+from gateway.media.reference import AUDIO, IMAGE, VIDEO, by_base64, by_url, detail_options, document, merged
 
 # Maps each type of part to its kind of medium, and to the fields that may have its URL, the usual field first.
 MEDIA_PARTS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
@@ -51,6 +52,17 @@ def media_part(part: MessagePart, where: str, options: MediaOptions) -> dict[str
         own = detail_options(detail or part.detail, f"{where}.detail")
         return by_url(kind, url, where, merged(own, options[kind]))
     return by_url(kind, url, where, options[kind])
+
+
+def file_part(part: MessagePart, where: str, options: MediaOptions) -> dict[str, Any]:
+    """Lower a part with a PDF. Raises `BadRequest`."""
+    if part.file is None:
+        raise missing_parameter(f"{where}.file")
+    if part.file.file_id is not None:
+        raise Unsupported("There are no uploaded files here: send the file as base64.", f"{where}.file.file_id")
+    if part.file.file_data is None:
+        raise missing_parameter(f"{where}.file.file_data")
+    return document(part.file.file_data, part.file.filename or "", where, options[IMAGE])
 
 
 def _set(**options: float | None) -> Options:

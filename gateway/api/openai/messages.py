@@ -7,8 +7,9 @@ import msgspec
 
 from gateway.api.common import canonical
 from gateway.api.common.canonical import Call, Content, named_results
-from gateway.api.openai.media_parts import MEDIA_PARTS, NO_OPTIONS, MediaOptions, media_part
-from gateway.api.openai.request import ROLES, TEXT_PARTS, CalledFunction, CallSpec, MessagePart, RequestMessage
+from gateway.api.openai.media_parts import MEDIA_PARTS, NO_OPTIONS, MediaOptions, file_part, media_part
+from gateway.api.openai.message_part import TEXT_PARTS, MessagePart
+from gateway.api.openai.request import ROLES, CalledFunction, CallSpec, RequestMessage
 from gateway.errors import BadRequest, Unsupported, invalid_choice, missing_parameter
 
 
@@ -96,6 +97,8 @@ def _part(part: MessagePart, where: str, options: MediaOptions) -> str | dict[st
         return part.refusal or ""
     if part.type in MEDIA_PARTS:
         return media_part(part, where, options)
-    if part.type in ("file", "input_file"):
-        raise Unsupported("Files are not supported: send their text, or their pages as images.", where)
+    if part.type == "file":
+        return file_part(part, where, options)
+    if part.type == "input_file":
+        raise Unsupported("'input_file' belongs to the Responses API; a chat has files as parts of type 'file'.", where)
     raise BadRequest(f"Invalid value for '{where}.type': {part.type[:50]!r}.", f"{where}.type", "invalid_value")

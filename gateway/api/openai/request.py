@@ -8,19 +8,17 @@ from gateway.api.common.canonical import EFFORTS, STOP_CHARS_MAX, STOPS_MAX, Too
 from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import NAMED, NULL, TEXT, UNSERVED, case, shape, typed, words
 from gateway.api.common.drafts import SparsePrefill, Speculate
+from gateway.api.common.extras import ExtrasSpec
+from gateway.api.common.prompt_cache import PromptCacheOptions, ignored_options
 from gateway.api.common.refused_fields import REFUSED_FIELDS
 from gateway.api.common.thinking import AnthropicThinking, ReasoningSpec
+from gateway.api.openai.events import check_progress
+from gateway.api.openai.message_part import MessagePart
 from gateway.api.openai.samplers import SamplerFields, TokenId, Unit
 from gateway.errors import BadRequest, Unsupported
-from gateway.media.reference import DETAILS
 from protocol.to_worker import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
-TEXT_PARTS: Final = ("text", "input_text", "output_text")
-MEDIA_TYPES: Final = (
-    *("image_url", "input_image", "image", "video_url", "input_video", "video"),
-    *("input_audio", "audio_url"),
-)
 PROMPTS_MAX: Final = 4096
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
@@ -50,59 +48,6 @@ PROMPTS: Final = {
 
 class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
-
-
-class MediaLink(Struct, frozen=True):
-    """Where a medium is: a data URI, or a URL if the configuration allows URLs. `detail` applies to images."""
-
-    url: str
-    detail: Annotated[str, words(*DETAILS)] | None = None
-
-
-# Form of `AudioData` where it is used; parts of another type may hold an empty one.
-AUDIO_DATA: Final = {"type": "object", "properties": {"data": TEXT}, "required": ["data"]}
-
-
-class AudioData(Struct, frozen=True):
-    """Audio in base64. The audio format is detected from the bytes."""
-
-    data: str
-    format: str = ""
-
-
-def _media_case(*types: str, **fields: Any) -> dict[str, Any]:
-    return case(tuple(fields), type={"enum": list(types)}, **fields)
-
-
-_LINKED: Final = {"anyOf": [TEXT, {"type": "object", "properties": {"url": TEXT}, "required": ["url"]}]}
-
-
-class MessagePart(Struct, frozen=True):
-    """One part of a message's content, with OpenAI's fields and those of other servers for images, video and audio."""
-
-    hint: ClassVar = {
-        "anyOf": [
-            case(("text",), type={"enum": list(TEXT_PARTS)}, text={"type": "string"}),
-            case(type={"const": "refusal"}),
-            _media_case("image_url", "input_image", image_url=_LINKED),
-            _media_case("image", image=_LINKED),
-            _media_case("video_url", video_url=_LINKED),
-            _media_case("video", "input_video", video=_LINKED),
-            _media_case("audio_url", audio_url=_LINKED),
-            _media_case("input_audio", input_audio=AUDIO_DATA),
-        ]
-    }
-
-    type: Annotated[str, words(*TEXT_PARTS, "refusal", *MEDIA_TYPES)]
-    text: str | None = None
-    refusal: str | None = None
-    image_url: str | MediaLink | None = None
-    image: str | MediaLink | None = None
-    detail: Annotated[str, words(*DETAILS)] | None = None
-    video_url: str | MediaLink | None = None
-    video: str | MediaLink | None = None
-    audio_url: str | MediaLink | None = None
-    input_audio: AudioData | None = None
 
 
 class VideoReading(Struct, frozen=True, forbid_unknown_fields=True):
@@ -141,7 +86,7 @@ class CallSpec(Struct, frozen=True):
     function: CalledFunction | None = None
 
 
-_SAID: Final = {"type": ["string", "array"]}
+_TEXT_OR_PARTS: Final = {"type": ["string", "array"]}
 
 
 class RequestMessage(Struct, frozen=True):
@@ -150,7 +95,7 @@ class RequestMessage(Struct, frozen=True):
             case(
                 ("content",),
                 role={"enum": ["system", "developer", "user"]},
-                content=_SAID,
+                content=_TEXT_OR_PARTS,
                 tool_calls=NULL,
                 function_call=NULL,
             ),
@@ -208,7 +153,8 @@ class SamplingFields(SamplerFields, frozen=True, kw_only=True):
     repetition_penalty: RepetitionPenalty | None = None
     # llama.cpp's and LM Studio's name for the repetition penalty.
     repeat_penalty: RepetitionPenalty | None = None
-    # OpenAI's form maps token ids to biases. llama.cpp's form also has texts; each token of a text gets its bias.
+    # OpenAI's form maps token ids to biases. llama.cpp's form may also name texts, each of whose tokens gets the text's
+    # bias.
     logit_bias: dict[str, Bias] | list[tuple[TokenId | BiasText, Bias]] | None = None
     ignore_eos: bool | None = None
     # Requests of a lower priority run first, the timeout is in seconds, and requests with different salts share no
@@ -220,6 +166,8 @@ class SamplingFields(SamplerFields, frozen=True, kw_only=True):
     speculate: Speculate | None = None
     # Whether a long prompt is prefilled sparsely, and the fraction of it that is kept. This field is mlxd's own.
     sparse_prefill: SparsePrefill | None = None
+    # What the answer has in addition. This field is mlxd's own.
+    x_mlxd: ExtrasSpec | None = None
 
     @property
     def token_limit(self) -> int | None:
@@ -237,12 +185,14 @@ class SamplingFields(SamplerFields, frozen=True, kw_only=True):
 class PromptFields(SamplingFields, frozen=True, kw_only=True):
     """vLLM's fields about the prompt's tokens, which both bodies have."""
 
-    # Number of tokens that are kept at the end of a prompt; -1 keeps as many as fit.
+    # A longer prompt is truncated to this number of tokens at its end; -1 keeps as many as fit.
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
     # Number of likeliest tokens to return at each position of the prompt, in addition to the prompt's own token.
     prompt_logprobs: Annotated[int, Meta(ge=-1, le=1 << 31), shape(PROMPT_LOGPROBS)] | None = None
     # Whether the answer contains the token ids of the prompt and of the output.
     return_token_ids: bool | None = None
+    # Whether a stream has chunks with the progress of the prompt. This is llama.cpp's field.
+    return_progress: bool | None = None
 
     @property
     def scored(self) -> int | None:
@@ -337,6 +287,7 @@ class ChatCompletionRequest(PromptFields, frozen=True, kw_only=True):
     media_io_kwargs: MediaReading | None = None
     mm_processor_kwargs: Processing | None = None
     prediction: Prediction | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
     # These fields of OpenAI are accepted only if they ask for text and nothing else.
     modalities: list[Annotated[str, words("text")]] | None = None
     audio: Annotated[Any, UNSERVED] = None
@@ -388,6 +339,7 @@ def decode_chat(body: bytes) -> tuple[ChatCompletionRequest, list[str]]:
     """Decode a chat request. Returns it with the names of unknown fields. Raises `BadRequest`."""
     request, unknown = _chat.decode(body)
     _refuse_unserved_chat(request)
+    unknown = unknown + ignored_options(request.prompt_cache_options, "comparison_response_id")
     return request, unknown + _ignored(request)
 
 
@@ -410,8 +362,10 @@ def decode_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
 def _ignored(request: PromptFields) -> list[str]:
     """Return the known fields that have no effect.
 
-    Raises `BadRequest` if `prompt_logprobs` exceeds vLLM's default limit, or is set for a stream.
+    Raises `BadRequest` if `prompt_logprobs` exceeds vLLM's default limit, or is set for a stream, and if progress is
+    requested for anything else than a stream.
     """
+    check_progress(request.return_progress, is_stream=bool(request.stream))
     count = request.prompt_logprobs
     if count is None:
         return []
@@ -432,6 +386,6 @@ def _refuse_unserved_chat(request: ChatCompletionRequest) -> None:
     if request.prediction is not None and request.prediction.type != "content":
         raise Unsupported("Only predictions of the type 'content' are supported.", "prediction.type")
     for name in ("audio", "web_search_options"):
-        # The field counts even if its object is empty.
+        # An empty object is refused too.
         if getattr(request, name) is not None:
             raise Unsupported(f"'{name}' is not supported.", name)

@@ -7,8 +7,9 @@ from typing import Any, Final, cast
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
+from gateway.api.common.extras import Extras
 from gateway.api.openai.prompt_logprobs import LOGPROB_MIN, PromptLogprobs
-from protocol.from_worker import Finish, TokenLogprob, Usage
+from protocol.from_worker import Finish, Progress, TokenLogprob, Usage
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -93,6 +94,19 @@ class ChatChunkChoice(Struct, frozen=True):
     token_ids: TokenIds = UNSET
 
 
+class PromptProgress(Struct, frozen=True):
+    """Progress of a prompt in llama.cpp's form. The cached tokens are processed from the beginning on."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
+
+    @classmethod
+    def of(cls, progress: Progress) -> "PromptProgress":
+        return cls(progress.total, progress.cached, progress.processed, progress.elapsed_ms)
+
+
 class ChatChunk(Struct, frozen=True, tag_field="object", tag="chat.completion.chunk"):
     """One chunk. `usage` is present only if requested; it is null in every chunk but the last."""
 
@@ -102,6 +116,8 @@ class ChatChunk(Struct, frozen=True, tag_field="object", tag="chat.completion.ch
     choices: list[ChatChunkChoice]
     usage: UsageBody | UnsetType | None = UNSET
     prompt_token_ids: TokenIds = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
+    x_mlxd: Extras = UNSET
 
 
 class ChatMessage(Struct, frozen=True, tag_field="role", tag="assistant"):
@@ -129,6 +145,7 @@ class ChatCompletion(Struct, frozen=True, tag_field="object", tag="chat.completi
     usage: UsageBody
     prompt_logprobs: PromptLogprobs = UNSET
     prompt_token_ids: TokenIds = UNSET
+    x_mlxd: Extras = UNSET
 
 
 class TextLogprobs(Struct, frozen=True):
@@ -158,6 +175,8 @@ class TextCompletion(Struct, frozen=True, tag_field="object", tag="text_completi
     model: str
     choices: list[TextChoice]
     usage: UsageBody | UnsetType | None = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
+    x_mlxd: Extras = UNSET
 
 
 def finish_reason(finish: Finish) -> str:

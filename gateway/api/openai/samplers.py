@@ -23,7 +23,8 @@ Unit = Annotated[float, Meta(ge=0, le=1)]
 class SamplerFields(FormatFields, frozen=True, kw_only=True):
     """Fields for formats, token limits and samplers.
 
-    Windows are in tokens. -1 means the whole context; for penalties, 0 means that too.
+    Windows are in tokens; -1 means the whole context. A `repetition_context_size` of 0 means that too, and 0 in the
+    other windows turns the sampler off.
     """
 
     min_tokens: Annotated[int, Meta(ge=0, le=_TOKENS_MAX)] | None = None

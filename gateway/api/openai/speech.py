@@ -13,7 +13,7 @@ from gateway.api.common.doc_hints import TEXT, shape, words
 from gateway.api.openai.events import EventEncoder, event
 from gateway.api.openai.request import Seed
 from gateway.errors import ApiError, BadRequest, invalid_choice
-from gateway.http.direct_write import outlet_of
+from gateway.http.direct_write import writer_of
 from gateway.http.sse import StreamTiming
 from gateway.request.record import record_of
 from gateway.services import Services
@@ -112,8 +112,8 @@ class SpeechEndpoint:
             await job.stream(SpeechEvents(), receive, send)
             return
         error = await job.stream(SpeechFile(), receive, send, FORMATS[format], _PACE)
-        if error is not None and (outlet := outlet_of(scope)) is not None:
-            outlet.cut_off()
+        if error is not None and (writer := writer_of(scope)) is not None:
+            writer.cut_off()
 
 
 def _checked(request: SpeechRequest, max_chars: int) -> str:

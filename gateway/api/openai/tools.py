@@ -15,11 +15,11 @@ from gateway.errors import BadRequest, Unsupported, invalid_choice, missing_para
 _NAME: Final = re.compile(r"[\w.\-:/@$]{1,128}")
 
 
-class _Named(Struct, frozen=True):
+class _FunctionName(Struct, frozen=True):
     name: str
 
 
-class _Allowed(Struct, frozen=True):
+class _AllowedTools(Struct, frozen=True):
     mode: str = "auto"
     tools: list[dict[str, Any]] = []
 
@@ -28,9 +28,9 @@ class _ChoiceSpec(Struct, frozen=True):
     """`{"type": "function", "function": {"name": …}}`, the same without the inner object, or `allowed_tools`."""
 
     type: str
-    function: _Named | None = None
+    function: _FunctionName | None = None
     name: str | None = None
-    allowed_tools: _Allowed | None = None
+    allowed_tools: _AllowedTools | None = None
 
 
 def lower_tools(request: ChatCompletionRequest) -> ToolPolicy:
@@ -50,7 +50,7 @@ def _legacy(functions: Sequence[FunctionSpec], call: Any) -> ToolPolicy:
     """Lower legacy functions. With them, an answer has at most one call."""
     tools = tuple(_function(spec, f"functions[{index}]") for index, spec in enumerate(functions))
     if isinstance(call, dict):
-        name = converted(call, _Named, "function_call").name
+        name = converted(call, _FunctionName, "function_call").name
         return ToolPolicy(tools, ToolMode.NAMED, name, is_parallel=False).check("function_call")
     if call not in (None, "none", "auto"):
         raise BadRequest(f"Invalid value for 'function_call': {_shown(call)}.", "function_call", "invalid_value")
@@ -87,13 +87,13 @@ def _choose(tools: list[FunctionTool], choice: Any, is_parallel: bool) -> ToolPo
                 raise missing_parameter("tool_choice.function")
             return ToolPolicy(tuple(tools), ToolMode.NAMED, name, is_parallel)
         case "allowed_tools":
-            return _allow(tools, spec.allowed_tools or _Allowed(), is_parallel)
+            return _allow(tools, spec.allowed_tools or _AllowedTools(), is_parallel)
         case _:
             message = f"Invalid value for 'tool_choice.type': {_shown(spec.type)}."
             raise BadRequest(message, "tool_choice.type", "invalid_value")
 
 
-def _allow(tools: list[FunctionTool], allowed: _Allowed, is_parallel: bool) -> ToolPolicy:
+def _allow(tools: list[FunctionTool], allowed: _AllowedTools, is_parallel: bool) -> ToolPolicy:
     """Return a policy that shows only the allowed tools to the model."""
     where = "tool_choice.allowed_tools"
     names: set[str] = set()

@@ -3,25 +3,29 @@
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Coroutine
+from asyncio import shield, wrap_future
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from typing import Any, Final
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from gateway.api.common.extras import ExtrasSpec, extras_of, no_extras
 from gateway.api.common.serve import PreparedRequest
 from gateway.api.responses import response as out
 from gateway.api.responses.encoder import QueuedStream, ResponseRun
 from gateway.api.responses.event_log import EventLog, EventsGone, ReaderPosition
 from gateway.api.responses.journal import ResponseJournal, ResponseJournals
 from gateway.api.responses.journal_records import DeltaRecord, JournaledRequest, PlacementRecord, StartRecord
-from gateway.api.responses.store import Store, StoreBroken
+from gateway.api.responses.store import Store, StoreBroken, done
 from gateway.errors import ApiError, BadRequest, Cancelled, Overloaded, Unavailable
-from gateway.http.direct_write import outlet_of
+from gateway.http.direct_write import writer_of
 from gateway.http.request_body import reserve
 from gateway.http.shared_answers import READER_BYTES
 from gateway.http.sse import DEFAULT_PACE, HEADERS, StreamWatch, note_cut
+from gateway.request.batch_gate import POLL_S, BatchGate
 from gateway.request.generation import Generation
 from gateway.request.record import RequestRecord, record_of
 from gateway.services import Services
@@ -36,10 +40,15 @@ RETRY_AFTER_S: Final = 5.0
 # The events of an ended response are kept for this time. The total size of all such events is limited too.
 KEEP_ENDED_S: Final = 600.0
 ENDED_BYTES_MAX: Final = 64 * 1024 * 1024
-# A running response is stored at this interval, so that most of its output survives a crash of the daemon. Each time
-# the whole response is written, so the interval grows with each CHECKPOINT_BYTES of the request.
+# A running response is stored at this interval, so that most of its output survives a crash of the daemon. The whole
+# response is written each time, so the interval is longer if the request is large: twice this for a request of
+# CHECKPOINT_BYTES.
 CHECKPOINT_S: Final = 10.0
 CHECKPOINT_BYTES: Final = 1024 * 1024
+# A cancelled or failed state is sent once it is stored, or after this time.
+STORE_TIMEOUT_S: Final = 2.0
+# Delay after which a last state that could not be stored is stored again.
+STORE_RETRY_S: Final = 5.0
 EVENTS_GONE_MESSAGE: Final = (
     "The events that you ask for are no longer kept: retrieve the response whole, without 'stream', and go on "
     "from there."
@@ -52,15 +61,17 @@ _KEEPALIVE: Final = b": keep-alive\n\n"
 class Background:
     """One response, from its request until its events are dropped. Its task changes it; clients only read it.
 
-    `journal` is set before the task runs. `form` is the model's form, as in the journal. `is_left` is set once the
-    response has ended here and the next daemon is to resume it.
+    `journal` is set before the task runs. `form` identifies the form of the model, here or at a peer, that generates
+    the tokens. `is_left` is set once the response has ended here and the next daemon is to resume it.
     """
 
     journal: ResponseJournal
 
-    def __init__(self, tenant: str, run: ResponseRun) -> None:
+    def __init__(self, tenant: str, run: ResponseRun, stored: Callable[[], Awaitable[None]]) -> None:
+        """`stored` returns once all states that were kept before are stored."""
         self.tenant = tenant
         self.run = run
+        self._stored = stored
         self.events = EventLog(repeated=out.echoes(run.response))
         self.encoder = QueuedStream(run)
         self.is_over = False
@@ -76,21 +87,27 @@ class Background:
 
     @property
     def size_bytes(self) -> int:
-        """Approximate memory of the response once it has ended. The response includes a part of its request."""
+        """Approximate memory of the ended response, including the fields of the request that the response repeats."""
         return self.events.size_bytes + self.run.request_bytes + _OBJECT_BYTES
 
     def release(self) -> None:
-        """Drop all parts that only a running response needs."""
+        """Drop the generation, which only a running response needs."""
         self._generation = None
-        self.run.keep = keep_nothing
 
-    def cancel(self) -> out.Response:
-        """Cancel the response and return its new state."""
-        if self.is_over:
-            return self.run.snapshot()
+    async def state(self) -> out.Response:
+        """Return the current state. A last state is returned once it is stored, so that every later daemon has it."""
+        if not self.is_over and (self.run.last is not None or self.run.is_cancelled):
+            await self._stored()
+        return self.run.snapshot()
+
+    def cancel(self) -> None:
+        """Cancel the response, and store its new state."""
+        if self.is_over or self.run.last is not None:
+            return
         if self._generation is not None:
             self._generation.cancel()
-        return self.run.cancel()
+        # If this daemon is killed before the sequence has ended, the next one must not resume the response.
+        self.run.keep(self.run.cancel())
 
     def leave(self) -> None:
         """End the response here so that the next daemon resumes it, provided that the journal is complete."""
@@ -99,7 +116,7 @@ class Background:
             if self._generation is not None:
                 self._generation.leave()
 
-    async def generate(self, generation: Generation, is_ending: Callable[[], bool]) -> None:
+    async def generate(self, generation: Generation, is_ending: Callable[[], bool], gate: BatchGate) -> None:
         """Generate the whole response. However the generation ends, the last event is written and the last state
         stored.
 
@@ -107,13 +124,14 @@ class Background:
         """
         self._generation = generation
         try:
+            await self._wait_for_turn(generation, gate)
             await self._generate(generation)
         except ApiError as error:
             if is_ending() and not self.is_left:
                 self.leave()
             generation.record.outcome = "left" if self.is_left else error.outcome
             await self.fail(error)
-        except BaseException as error:  # the outermost frame of a task; raised again after the last event
+        except BaseException as error:  # The exception is raised again after the last event.
             is_end = isinstance(error, asyncio.CancelledError)
             if is_end:
                 self.leave()
@@ -125,7 +143,10 @@ class Background:
     async def complete(self) -> None:
         """Write the last event of a response whose tokens are complete."""
         await self.journal.settle()
-        self.events.add(self.encoder.end())
+        last = self.encoder.end()
+        if self.run.is_cancelled:
+            await self._stored()
+        self.events.add(last)
         self._end()
 
     async def fail(self, error: ApiError) -> None:
@@ -137,12 +158,25 @@ class Background:
             await self.journal.leave()
         else:
             await self.journal.settle()
-            self.events.add(self.encoder.error(error))
+            last = self.encoder.error(error)
+            # The journal does not have the error: the next daemon would resume the response.
+            await self._stored()
+            self.events.add(last)
         self._end()
 
     def _end(self) -> None:
         self.is_over = True
         self.events.close()
+
+    async def _wait_for_turn(self, generation: Generation, gate: BatchGate) -> None:
+        """Wait until nothing else runs, if the client has asked for a window of hours."""
+        record = generation.record
+        if not record.is_of_batch_class:
+            return
+        while not generation.is_late and not await gate.admits(record.model or ""):
+            self.check()
+            await asyncio.sleep(POLL_S)
+        self.check()
 
     async def _generate(self, generation: Generation) -> None:
         if not generation.open_now():
@@ -168,6 +202,7 @@ class Background:
             if loop.time() >= due and not generation.is_done:
                 self.run.keep(self.run.snapshot())
                 due = loop.time() + interval_s
+        await generation.compare()
         await self.complete()
 
     def _write(self, generation: Generation, deltas: list[Delta]) -> None:
@@ -191,7 +226,7 @@ class Background:
 
         `echo` contains the values that the events repeat. Raises `BadRequest` and `Unavailable` before the first byte.
         """
-        record, place, outlet = record_of(scope), ReaderPosition(after + 1), outlet_of(scope)
+        record, place, writer = record_of(scope), ReaderPosition(after + 1), writer_of(scope)
         try:
             self.events.check(place)
         except EventsGone:
@@ -205,21 +240,21 @@ class Background:
                 if not (data or more) and (self.is_left or place.offset):
                     watch.is_over = True
                     break
-                if outlet is not None:
-                    outlet.is_within_event |= place.offset > 0
+                if writer is not None:
+                    writer.is_within_event |= place.offset > 0
                 watch.is_sending = True
                 await send({"type": "http.response.body", "body": data, "more_body": more})
                 watch.is_sending = False
                 watch.sent += 1
                 watch.is_over = not more
-                if outlet is not None:
-                    outlet.is_within_event = place.offset > 0
+                if writer is not None:
+                    writer.is_within_event = place.offset > 0
         if watch.reason is not None:
             note_cut(record, watch.reason)
         elif self.is_left or place.offset:
             record.outcome = "left" if self.is_left else "events_gone"
-            if outlet is not None:
-                outlet.cut_off()
+            if writer is not None:
+                writer.cut_off()
 
     async def _next_bytes(self, place: ReaderPosition, echo: bytes) -> tuple[bytes, ReaderPosition, bool]:
         """Return the next bytes to send, the position after them, and whether more follow.
@@ -263,13 +298,15 @@ class Backgrounds:
         if len(running) >= RUNNING_MAX or sum(each.tenant == tenant for each in running) >= RUNNING_PER_KEY_MAX:
             raise Overloaded("Too many background responses are being generated. Try again later.", RETRY_AFTER_S)
         record = job.record.detached(self._services.bodies.lease(), self._services.media.lease())
+        if run.extras is not no_extras:
+            run.extras = extras_of(ExtrasSpec(timing=True), record)
         with ExitStack() as held:
             assert record.lease is not None
             assert record.media_lease is not None
             held.callback(record.lease.close)
             held.callback(record.media_lease.close)
             generation = held.enter_context(dataclasses.replace(job, record=record).generation(run.bind))
-            background = Background(tenant, run)
+            background = Background(tenant, run, self.stored)
             size = prompt_bytes(request.generate) + record.body_bytes
             background.journal = self._journals.create(background.id, request, size, background.events.add)
             background.journal.append(None, background.encoder.queued())
@@ -284,6 +321,12 @@ class Backgrounds:
         self._known[background.id] = background
         self._services.tasks.start(work, f"background response {background.id}")
 
+    async def stored(self) -> None:
+        """Return once all states that were kept before are stored, after at most STORE_TIMEOUT_S."""
+        with suppress(StoreBroken, TimeoutError):
+            async with asyncio.timeout(STORE_TIMEOUT_S):
+                await self._store.settle()
+
     def leave(self) -> None:
         """Leave all running responses to the next daemon immediately."""
         for background in self._known.values():
@@ -291,8 +334,8 @@ class Backgrounds:
 
     async def forget(self, background: Background) -> None:
         """Drop a response with its events. A running response is cancelled and not stored."""
+        background.run.keep = keep_nothing
         if not background.is_over:
-            background.run.keep = keep_nothing
             background.cancel()
         await background.journal.remove()
         self._known.pop(background.id, None)
@@ -301,24 +344,31 @@ class Backgrounds:
         """Generate a response to its end, then release it."""
         try:
             with leases:
-                await background.generate(generation, lambda: self._services.admission.is_draining)
+                services = self._services
+                await background.generate(generation, lambda: services.admission.is_draining, services.batch_gate)
         finally:
             self._log_end(background, generation.record)
             await self.end(background)
 
     async def end(self, background: Background) -> None:
-        """Release a response that has ended, and drop its events after a while."""
+        """Release a response that has ended, and drop its events after a while.
+
+        The journal is deleted only when the store has the last state. If this daemon ends before, the next finds it.
+        """
         background.release()
         self._evict()
         asyncio.get_running_loop().call_later(KEEP_ENDED_S, self._known.pop, background.id, None)
+        run = background.run
         if not background.is_left:
-            # The journal is deleted only when the store has the last state.
-            with suppress(StoreBroken):
-                await self._store.settle()
+            # The end of this task must not cancel a write that waits for the store's thread.
+            while run.last is not None and run.kept is not None and not await shield(wrap_future(run.kept)):
+                await asyncio.sleep(STORE_RETRY_S)
+                run.kept = run.keep(run.last)
             await background.journal.remove()
+        run.keep = keep_nothing
 
     def _log_end(self, background: Background, record: RequestRecord) -> None:
-        """Write the log line and the trace of the generation. Those of the client's request did not cover it."""
+        """Write the log line and the trace of the generation, which goes on after the client's request has ended."""
         tracer = self._services.tracer
         trace_id = tracer.export(record) if tracer is not None else ""
         fields: dict[str, object] = {
@@ -348,16 +398,13 @@ class Backgrounds:
             del self._known[each.id]
 
 
-def keep_nothing(last: out.Response) -> None:
-    """Store nothing. Used in place of the store for a response that is not stored, was deleted while it ran, or has
-    ended.
-    """
+def keep_nothing(last: out.Response) -> Future[bool]:
+    """Store nothing. Used in place of the store for a response that is not stored, was deleted, or has ended."""
+    return done(True)
 
 
 def failed_by_restart(body: bytes) -> bytes:
-    """Mark a stored response as failed, with the output so far, and return its JSON. Its daemon ended before it was
-    complete.
-    """
+    """Return the JSON of a stored response whose daemon ended before it, marked as failed, with the output so far."""
     fields: dict[str, object] = msgspec.json.decode(body)
     message = (
         "The server was restarted while it was generating this response. Its output is what had been kept by then."

@@ -1,16 +1,20 @@
 """Encoding of canonical events as a Responses stream, or as one whole response."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
+from msgspec import Struct
 
+from gateway.api.common.extras import MakeExtras, no_extras
 from gateway.api.responses import response as out
+from gateway.api.responses.diagnostics import MakeDiagnostics, no_diagnostics
 from gateway.api.responses.items import ResponseOutput
 from gateway.errors import ApiError
 from gateway.request.body_memory import LARGE_BYTES
-from protocol.from_worker import Delta, Finish
+from protocol.from_worker import Delta
 
 # Approximate size of a delta's text, which is about a word.
 DELTA_BYTES: Final = 8
@@ -22,29 +26,35 @@ _encode = msgspec.json.Encoder().encode
 class ResponseRun:
     """Run of one response, from its request to its last state. Its request owns it; another request may `cancel` it.
 
-    `keep` stores a state. `stop` ends the sequences. `request_bytes` is the size of the request's body, a part of which
-    the response repeats. `last` is the last state; None until the response has ended.
+    `keep` stores a state; its result is whether the state was stored. `stop` ends the sequences. `request_bytes` is the
+    size of the request's body, a part of which the response repeats. `last` is the last state; None until the response
+    has ended. `kept` is the result of keeping it.
     """
 
     response: out.Response
     output: ResponseOutput
     now: Callable[[], int]
-    keep: Callable[[out.Response], None]
+    keep: Callable[[out.Response], Future[bool]]
     stop: Callable[[Sequence[int]], None]
     request_bytes: int = 0
+    diagnostics: MakeDiagnostics = no_diagnostics
+    extras: MakeExtras = no_extras
     is_cancelled: bool = False
+    # Whether the response is cut short for new input, with which another response continues it.
+    is_steered: bool = False
     last: out.Response | None = None
+    kept: Future[bool] | None = None
     _rids: Sequence[int] = field(default_factory=tuple[int, ...])
 
     def bind(self, rids: Sequence[int]) -> None:
         assert len(rids) == 1, "a response is one sequence"
         self._rids = rids
-        if self.is_cancelled:
+        if self.is_cancelled or self.is_steered:
             self.stop(rids)
 
     def snapshot(self) -> out.Response:
         """Return the current state of the response."""
-        return self.last or self._state(self.response.status)
+        return self.last or self._state("cancelled" if self.is_cancelled else self.response.status)
 
     @property
     def size_bytes(self) -> int:
@@ -58,32 +68,46 @@ class ResponseRun:
             self.stop(self._rids)
         return self._state("cancelled")
 
+    def steer(self) -> None:
+        """Cut the response short, unless its tokens are complete or it calls a tool: the client needs whole calls."""
+        if self.last is None and self.output.finish is None and not self.output.calls():
+            self.is_steered = True
+            if self._rids:
+                self.stop(self._rids)
+
     def complete(self) -> out.Response:
-        """Return the last state of a response whose sequence has ended without a failure."""
+        """Return the last state of a response whose sequence has ended without failing. It may have been cancelled."""
         usage = None if self.output.usage is None else out.ResponseUsage.of(self.output.usage)
-        if self.output.finish is Finish.LENGTH:
+        if self.is_cancelled:
+            last = msgspec.structs.replace(self._state("cancelled"), usage=usage)
+        elif self.output.is_cut:
             last = msgspec.structs.replace(
                 self._state("incomplete"), usage=usage, incomplete_details=out.ResponseIncomplete("max_output_tokens")
             )
         else:
             last = msgspec.structs.replace(self._state("completed"), usage=usage, completed_at=self.now())
-        self._end(last)
-        return last
+        return self._end(last)
 
     def fail(self, error: ApiError) -> out.Response:
         """Return the last state of a response whose sequence failed or was cancelled."""
         last = self._state("cancelled" if self.is_cancelled else "failed")
-        if not self.is_cancelled:
+        if self.is_steered and not self.is_cancelled and error.code == "aborted":
+            last = msgspec.structs.replace(
+                self._state("incomplete"), incomplete_details=out.ResponseIncomplete("steered")
+            )
+        elif not self.is_cancelled:
             last = msgspec.structs.replace(last, error=out.ErrorInfo.of(error))
             if not self.output.deltas and self.request_bytes >= LARGE_BYTES:
                 # If the request was refused, its large fields are not stored with the error.
                 last = msgspec.structs.replace(last, instructions=None, tools=[])
-        self._end(last)
-        return last
+        return self._end(last)
 
-    def _end(self, last: out.Response) -> None:
-        self.last = last
-        self.keep(last)
+    def _end(self, last: out.Response) -> out.Response:
+        self.last = last = msgspec.structs.replace(
+            last, prompt_cache_diagnostics=self.diagnostics(), x_mlxd=self.extras()
+        )
+        self.kept = self.keep(last)
+        return last
 
     def _state(self, status: str) -> out.Response:
         return msgspec.structs.replace(self.response, status=status, output=self.output.items())
@@ -94,7 +118,7 @@ class ResponseEncoder:
 
     def __init__(self, run: ResponseRun) -> None:
         self._run = run
-        # The first number is 2: `begin` writes the events 0 and 1, and may run after the first `encode`.
+        # `begin` writes the events 0 and 1, and may run after the first `encode`, so the number starts at 2.
         self._number = 2
 
     def bind(self, rids: Sequence[int]) -> None:
@@ -113,8 +137,13 @@ class ResponseEncoder:
         return self._write([out.InProgress(self._run.response)])
 
     def error(self, error: ApiError) -> bytes:
+        events = self._run.output.cut() if self._run.is_steered else []
         last = self._run.fail(error)
-        return self._write([out.ResponseFailed(last) if last.error is not None else out.IncompleteEvent(last)])
+        return self._write([*events, out.ResponseFailed(last) if last.error is not None else out.IncompleteEvent(last)])
+
+    def note(self, event: Struct) -> bytes:
+        """Return an event about the response that is not part of its generation."""
+        return self._write([event])
 
     def end(self) -> bytes:
         events = self._run.output.close()
@@ -130,7 +159,7 @@ class ResponseEncoder:
         self._run.output.close()
         return _encode(self._run.complete())
 
-    def _write(self, events: Sequence[out.Event]) -> bytes:
+    def _write(self, events: Sequence[Struct]) -> bytes:
         data, self._number = out.stream_bytes(events, self._number)
         return data
 

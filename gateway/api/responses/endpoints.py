@@ -1,8 +1,9 @@
-"""`/v1/responses`: create, retrieve, delete and cancel responses, list their input items, count tokens, compact."""
+"""`/v1/responses`: create responses by HTTP and WebSocket; retrieve, delete, cancel and compact them, count tokens."""
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Final, TypeVar
 
@@ -12,34 +13,41 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api.common import serve
 from gateway.api.common.canonical import with_thinking
+from gateway.api.common.extras import extras_of
 from gateway.api.common.thinking import lower_thinking
 from gateway.api.responses import response as out
 from gateway.api.responses.background import EVENTS_GONE_MESSAGE, Background, Backgrounds, keep_nothing
 from gateway.api.responses.compact import SummaryFold, summary_request
+from gateway.api.responses.diagnostics import diagnostics_of
 from gateway.api.responses.echo import echo
 from gateway.api.responses.encoder import ResponseEncoder, ResponseRun
 from gateway.api.responses.history import ResponseHistory, id_of, numbered, tenant_of, with_stored_media
 from gateway.api.responses.items import ResponseOutput
 from gateway.api.responses.journal import ResponseJournals
 from gateway.api.responses.journal_records import JournaledRequest
-from gateway.api.responses.lowering import lower_prompt, lower_responses
+from gateway.api.responses.lowering import lower_prompt, lower_responses, prewarming
 from gateway.api.responses.request import (
     InputItem,
     InputTokensRequest,
     ResponsesRequest,
     decode_count,
+    decode_create,
     decode_responses,
 )
+from gateway.api.responses.response_socket import ResponseSockets
 from gateway.api.responses.resumption import Resumption
 from gateway.api.responses.retrieval import Retrieval
+from gateway.api.responses.socket_turn import SocketTurn, turn_of
 from gateway.api.responses.store import Store
 from gateway.api.responses.tools import Toolbox, toolbox
 from gateway.config.settings import Config, ModelConfig, ServerConfig
+from gateway.disk import SYSTEM_DISK, Disk
 from gateway.errors import ApiError, BadRequest
 from gateway.http.exchange import send_body
 from gateway.http.sse import cut_off
 from gateway.request.record import RequestRecord, record_of
 from gateway.services import Services
+from gateway.single_thread import MakeThread, single_thread
 from protocol.prompts import ChatPrompt, Media
 
 T = TypeVar("T", bound=InputTokensRequest)
@@ -55,31 +63,51 @@ _encode = msgspec.json.Encoder().encode
 class Responses:
     """The Responses API with its state on disk. Methods with a `scope` argument are ASGI handlers."""
 
-    def __init__(self, services: Services, config: Config) -> None:
+    def __init__(
+        self,
+        services: Services,
+        config: Config,
+        wall: Callable[[], float] = time.time,
+        make_thread: MakeThread = single_thread,
+        disk: Disk = SYSTEM_DISK,
+    ) -> None:
         self._services = services
+        self._wall = wall
         server, problems = config.server, services.metrics.store_problems
         self._store = Store(
-            config.store_path, server.response_store_bytes, server.response_store_age_s, problems=problems
+            config.store_path,
+            server.response_store_bytes,
+            server.response_store_age_s,
+            problems=problems,
+            make_thread=make_thread,
+            disk=disk,
         )
         self._journals = ResponseJournals(
             config.journal_dir,
             lambda: services.config.server.response_journal_bytes,
             problems,
             lambda: services.keyring.has_others,
+            make_thread,
+            disk,
         )
         self._backgrounds = Backgrounds(services, self._store, self._journals)
         self._history = ResponseHistory(
             self._store, lambda: services.config.server.max_body_bytes, self._backgrounds.is_running
         )
         self._retrieval = Retrieval(services, self._history)
-        # Maps the ids of streams that are being written to their tenant and run.
+        self._sockets = ResponseSockets(services)
+        # Tenant and run of each response that is being streamed, by the response's id.
         self._running: dict[str, tuple[str, ResponseRun]] = {}
         # An existing database is checked now, so that the first client that needs it does not wait.
         self.apply(server)
 
     async def resume(self) -> None:
         """Resume the responses that an earlier daemon left. Call it before any request is served."""
-        await Resumption(self._services, self._history, self._journals, self._backgrounds).run()
+        await Resumption(self._services, self._history, self._journals, self._backgrounds, self._wall).run()
+
+    def drain(self) -> None:
+        """Close each WebSocket once no response runs on it."""
+        self._sockets.end()
 
     def leave(self) -> None:
         """Leave background responses to the next daemon immediately."""
@@ -96,26 +124,41 @@ class Responses:
 
     async def create(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle `POST /v1/responses`."""
-        services, record = self._services, record_of(scope)
-        request, ignored = await serve.read(services, record, scope, receive, decode_responses)
-        request, before = await self._resolved(record, request)
+        services, record, turn = self._services, record_of(scope), turn_of(scope)
+        decode = decode_responses if turn is None else decode_create
+        request, ignored = await serve.read(services, record, scope, receive, decode)
+        if turn is not None:
+            request = turn.steered(request)
+        request, before = await self._resolved(record, request, turn)
         box = toolbox(request)
         model, seed, prompt = await self._begin(record, request, before, box, ignored)
+        if request.generate is False:
+            prompt = prewarming(prompt)
         job = await serve.prepare(
             services, record, model, lambda next_rid, ms: lower_responses(request, prompt, model, next_rid, seed, ms)
         )
         run, inputs = self._run(request, box, model, record, prompt.media)
+        record.answer_id = run.response.id
+        if turn is not None and (not run.response.store or turn.conversation(request.previous_response_id)):
+            run.keep = _both(run.keep, turn.keeper([*before, *request.items], record.body_bytes))
         if request.background:
             await self._start(run, job, inputs, scope, receive, send)
             return
+        encoder = ResponseEncoder(run)
         if not request.stream:
-            await job.whole(ResponseEncoder(run), receive, send)
+            await job.whole(encoder, receive, send)
             return
+        if turn is not None:
+            turn.begin(request, before, run, encoder)
         self._running[run.response.id] = (tenant_of(record), run)
         try:
-            await job.stream(ResponseEncoder(run), receive, send)
+            await job.stream(encoder, receive, send)
         finally:
             del self._running[run.response.id]
+
+    async def connect(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a WebSocket at `/v1/responses`."""
+        await self._sockets.serve(scope)
 
     async def compact(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle `POST /v1/responses/compact`."""
@@ -161,7 +204,8 @@ class Responses:
                 raise BadRequest(EVENTS_GONE_MESSAGE, "stream", "events_gone")
             await self._retrieval.send_events(background, after, scope, receive, send)
         elif run is not None:
-            await self._retrieval.send_state(run, run.snapshot(), record, send)
+            state = run.snapshot() if background is None else await background.state()
+            await self._retrieval.send_state(run, state, record, send)
         else:
             await self._retrieval.send_stored(response_id, record, send)
 
@@ -172,7 +216,11 @@ class Responses:
         if run is None:
             await self._retrieval.send_stored(response_id, record, send)
             return
-        state = run.cancel() if background is None else background.cancel()
+        if background is None:
+            state = run.cancel()
+        else:
+            background.cancel()
+            state = await background.state()
         await self._retrieval.send_state(run, state, record, send)
 
     async def list_items(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -181,8 +229,10 @@ class Responses:
         await self._retrieval.send_items(_path_id(scope), query, _limit(query), record_of(scope), send)
 
     def _find(self, tenant: str, response_id: str) -> tuple[Background | None, ResponseRun | None]:
-        """Return the tenant's background response and its run, or None and the run of a stream that is
-        being written.
+        """Find the tenant's response that is being generated or ended recently.
+
+        Returns its `Background`, None for a response that is only streamed, and its run, None if there is no such
+        response.
         """
         background = self._backgrounds.find(tenant, response_id)
         if background is not None:
@@ -190,10 +240,21 @@ class Responses:
         owner, run = self._running.get(response_id, (tenant, None))
         return None, run if owner == tenant else None
 
-    async def _resolved(self, record: RequestRecord, request: T) -> tuple[T, list[InputItem]]:
+    async def _resolved(
+        self, record: RequestRecord, request: T, turn: SocketTurn | None = None
+    ) -> tuple[T, list[InputItem]]:
         """Return the request with its references resolved, and the conversation before it. Raises `ApiError`."""
         items = await self._history.resolved(record, request.items)
-        before = await self._history.before(record, request.previous_response_id)
+        if turn is not None and (origin := turn.origin(request.previous_response_id)) is not None:
+            # A fork does not name the response, because what that response says from now on is not in the fork.
+            assert origin.run is not None
+            said = await self._history.admitted(record, origin.run.size_bytes, origin.so_far())
+            return msgspec.structs.replace(request, input=[*said, *items], previous_response_id=None), []
+        known = None if turn is None else turn.conversation(request.previous_response_id)
+        if known is None:
+            before = await self._history.before(record, request.previous_response_id)
+        else:
+            before = await self._history.admitted(record, known.size_bytes, known.items)
         return msgspec.structs.replace(request, input=items), before
 
     async def _begin(
@@ -204,13 +265,13 @@ class Responses:
         box: Toolbox,
         ignored: list[str],
     ) -> tuple[ModelConfig, int, ChatPrompt]:
-        """Return the model, the seed, and the prompt with its media. Raises `ApiError`."""
+        """Return the model, the seed, and the prompt with its media and documents. Raises `ApiError`."""
         services = self._services
         prompt, left_out = await services.bodies.work(record.body_bytes, lower_prompt, request, box, before)
         ignored = list(dict.fromkeys([*ignored, *box.ignored, *left_out]))
         asked = (bool(request.stream), request.seed) if isinstance(request, ResponsesRequest) else (False, None)
         model, seed = serve.begin(services, record, request.model, *asked, ignored)
-        return model, seed, await serve.with_media(services, record, model, prompt, self._history.media(record))
+        return model, seed, await serve.read_media(services, record, model, prompt, self._history.media(record))
 
     async def _start(
         self,
@@ -225,12 +286,14 @@ class Responses:
         record = job.record
         if not self._history.is_on:
             raise BadRequest("'background' needs [server] response_store, which is off.", "background")
-        background = self._backgrounds.start(run, job, tenant_of(record), _journaled(run, job, inputs))
+        background = self._backgrounds.start(run, job, tenant_of(record), _journaled(run, job, inputs, self._wall()))
+        # An id that a client knows must mean the same response to the next daemon.
+        await background.journal.begin()
         try:
             if record.stream:
                 await self._retrieval.send_events(background, -1, scope, receive, send)
             else:
-                await self._retrieval.send_state(run, run.snapshot(), record, send, record.headers)
+                await self._retrieval.send_state(run, await background.state(), record, send, record.headers)
         except ApiError:
             # The client has not learned the response's id and will send its request again.
             await self._backgrounds.forget(background)
@@ -248,10 +311,25 @@ class Responses:
         keep = self._history.keeper(tenant_of(record), inputs, media, size) if is_stored else keep_nothing
         output = ResponseOutput(stem, box.forms, request.includes(SEALED))
         stop = partial(self._services.link.stop, reason="cancelled")
-        return ResponseRun(response, output, serve.now, keep, stop, record.body_bytes), inputs
+        diagnostics = diagnostics_of(self._services, record, request)
+        extras = extras_of(request.x_mlxd, record)
+        run = ResponseRun(response, output, serve.now, keep, stop, record.body_bytes, diagnostics, extras)
+        return run, inputs
 
 
-def _journaled(run: ResponseRun, job: serve.PreparedRequest, inputs: list[InputItem]) -> JournaledRequest:
+def _both(
+    store: Callable[[out.Response], Future[bool]], keep: Callable[[out.Response], None]
+) -> Callable[[out.Response], Future[bool]]:
+    """Return a function that keeps a response on its socket, and stores it with the result of `store`."""
+
+    def store_and_keep(response: out.Response) -> Future[bool]:
+        keep(response)
+        return store(response)
+
+    return store_and_keep
+
+
+def _journaled(run: ResponseRun, job: serve.PreparedRequest, inputs: list[InputItem], now: float) -> JournaledRequest:
     record, model, generate = job.record, job.model, job.generates[0]
     return JournaledRequest(
         key=record.caller.key,
@@ -264,15 +342,15 @@ def _journaled(run: ResponseRun, job: serve.PreparedRequest, inputs: list[InputI
         forms=run.output.forms,
         is_sealed=run.output.is_sealed,
         body_bytes=record.body_bytes,
-        began=time.time() - (record.clock() - record.started),
+        began=now - (record.clock() - record.started),
         limit_s=generate.deadline_ms / 1000,
         is_everybodys=record.caller.is_anonymous,
     )
 
 
 def _starting_after(query: QueryParams) -> int | None:
-    """Return the number of the last event that the client has, -1 for none; None if it asks for no stream. Raises
-    `BadRequest`.
+    """Return the number of the last event that the client has, or -1 if it has none. Returns None if the client
+    requests no stream. Raises `BadRequest`.
     """
     given = query.get("starting_after")
     if query.get("stream", "").lower() != "true":

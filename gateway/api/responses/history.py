@@ -1,12 +1,13 @@
 """History of a response: the stored responses that it continues, and their items."""
 
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from typing import Final, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from gateway.api.openai.request import AudioData
+from gateway.api.openai.message_part import AudioData
 from gateway.api.responses import response as out
 from gateway.api.responses.lowering import FOREIGN_ITEMS, unseal
 from gateway.api.responses.request import ContentPart, InputItem
@@ -106,6 +107,8 @@ def _by_digest(part: ContentPart, digest: bytes | None) -> ContentPart:
             return msgspec.structs.replace(part, image_url=url)
         case "input_video":
             return msgspec.structs.replace(part, video_url=url)
+        case "input_file":
+            return msgspec.structs.replace(part, file_data=url, file_url=None)
         case _:
             return msgspec.structs.replace(part, input_audio=AudioData(url))
 
@@ -129,12 +132,15 @@ class ResponseHistory:
 
     def keeper(
         self, tenant: str, inputs: Sequence[InputItem], media: Sequence[Media], about_bytes: int
-    ) -> Callable[[out.Response], None]:
-        """Return a function that stores a state of the response, together with its input items and their media."""
+    ) -> Callable[[out.Response], Future[bool]]:
+        """Return a function that stores a state of the response, together with its input items and their media.
+
+        Its result is whether the state was stored.
+        """
         own = {each.digest: each.data for each in media if each.param.startswith(OWN_MEDIA)}
         size = about_bytes + sum(map(len, own.values()))
 
-        def keep(response: out.Response) -> None:
+        def keep(response: out.Response) -> Future[bool]:
             def make() -> StoredResponse:
                 ids = [item.id for item in (*inputs, *response.output) if item.id]
                 sent = _encode(inputs)
@@ -142,7 +148,7 @@ class ResponseHistory:
                 previous, body = response.previous_response_id, _encode(response)
                 return StoredResponse(response.id, tenant, previous, body, sent, ids, items_bytes, own)
 
-            self._store.keep(size, make)
+            return self._store.keep(size, make)
 
         return keep
 
@@ -198,7 +204,12 @@ class ResponseHistory:
         if conversation is None:
             message = f"Previous response with id {previous[:100]!r} not found, or one before it is gone."
             raise BadRequest(message, "previous_response_id", "previous_response_not_found")
-        size, items = conversation
+        return await self.admitted(record, *conversation)
+
+    async def admitted(self, record: RequestRecord, size: int, items: list[InputItem]) -> list[InputItem]:
+        """Return a conversation of this size, with memory reserved for it. Raises `BadRequest` if it is too large."""
+        if size > self._limit_bytes() - record.body_bytes:
+            raise self._too_large("previous_response_id")
         if len(items) > CONVERSATION_ITEMS_MAX:
             message = (
                 f"The conversation before has {len(items)} items; at most {CONVERSATION_ITEMS_MAX} can be continued."
@@ -271,7 +282,7 @@ def inputs_of(stored: StoredResponse) -> list[InputItem]:
 
 
 def _turns(stored: StoredResponse) -> list[InputItem]:
-    """Return the items that a conversation continues after. Runs in the store's thread."""
+    """Return the input and output items of a response that a conversation continues. Runs in the store's thread."""
     answer = _output.decode(stored.body)
     if answer.status == "failed" or answer.status in UNENDED:
         raise NotContinued(answer.status)

@@ -32,7 +32,7 @@ class ResponseOutput:
         self.forms = forms
         self.is_sealed = is_sealed
         self._done: list[out.Item] = []
-        self._open: _Message | _Reasoning | _Call | None = None
+        self._open: _Message | _Reasoning | _CallItem | None = None
         # Log-probabilities of text that the parser still holds back.
         self._early_logprobs: list[ContentLogprob] = []
         # Number of deltas added so far.
@@ -48,13 +48,30 @@ class ResponseOutput:
             self.finish, self.usage = delta.finish, delta.usage
         return events
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the output ended at its token limit. A limit of no tokens only fills the prompt cache."""
+        return self.finish is Finish.LENGTH and not self.is_prewarm
+
+    @property
+    def is_prewarm(self) -> bool:
+        return self.finish is Finish.LENGTH and self.usage is not None and self.usage.completion == 0
+
     def close(self) -> Events:
         """End the last item and return the events for that. The item is incomplete if the token limit was reached."""
-        status = INCOMPLETE if self.finish is Finish.LENGTH else COMPLETED
-        if self._open is None and not self._done:
+        status = INCOMPLETE if self.is_cut else COMPLETED
+        if self._open is None and not self._done and not self.is_prewarm:
             # Clients expect a message, even if it is empty.
             return self._start(_Message(self._item_id("msg"), 0)) + self._finish(status)
         return self._finish(status)
+
+    def cut(self) -> Events:
+        """End the last item, which is incomplete, and return the events for that."""
+        return self._finish(INCOMPLETE)
+
+    def calls(self) -> list[out.FunctionCall | out.CustomToolCall]:
+        """Return the calls so far, including one that is not complete."""
+        return [item for item in self.items() if isinstance(item, out.FunctionCall | out.CustomToolCall)]
 
     def items(self) -> list[out.Item]:
         """Return all items, including the open item with its content so far."""
@@ -70,10 +87,10 @@ class ResponseOutput:
                 assert delta.tool is not None, "the first delta of a call names its tool"
                 return self._finish(COMPLETED) + self._start(self._call(delta.tool))
             case DeltaKind.TOOL_ARGS:
-                assert isinstance(self._open, _Call), "arguments come after the beginning of a call"
+                assert isinstance(self._open, _CallItem), "arguments come after the beginning of a call"
                 return self._open.add(delta.text) if delta.text else []
             case DeltaKind.TOOL_END:
-                assert isinstance(self._open, _Call), "the end of a call comes after its arguments"
+                assert isinstance(self._open, _CallItem), "the end of a call comes after its arguments"
                 return self._finish(COMPLETED if self._open.has_json else INCOMPLETE)
             case _:
                 assert_never(delta.kind)
@@ -97,15 +114,15 @@ class ResponseOutput:
         reasoning = _Reasoning(self._item_id("rs"), len(self._done), self.is_sealed)
         return events + self._start(reasoning) + reasoning.add(text)
 
-    def _call(self, tool: ToolCallDelta) -> "_Call":
+    def _call(self, tool: ToolCallDelta) -> "_CallItem":
         form = self.forms.get(tool.name) or ToolIdentity(tool.name)
-        prefix, call = ("ctc", _CustomCall) if form.is_custom else ("fc", _Call)
+        prefix, call = ("ctc", _CustomCall) if form.is_custom else ("fc", _CallItem)
         return call(self._item_id(prefix), len(self._done), tool.call_id, form)
 
     def _item_id(self, prefix: str) -> str:
         return f"{prefix}_{self._stem}{len(self._done):04x}"
 
-    def _start(self, item: "_Message | _Reasoning | _Call") -> Events:
+    def _start(self, item: "_Message | _Reasoning | _CallItem") -> Events:
         self._open = item
         if not isinstance(item, _Message):
             self._early_logprobs = []
@@ -186,7 +203,7 @@ class _Reasoning:
 
 
 @dataclass(slots=True)
-class _Call:
+class _CallItem:
     id: str
     index: int
     call_id: str
@@ -221,7 +238,7 @@ class _Call:
 
 
 @dataclass(slots=True)
-class _CustomCall(_Call):
+class _CustomCall(_CallItem):
     """Call of a custom tool, whose free-form input is decoded from the arguments."""
 
     reader: InputReader = field(default_factory=InputReader)

@@ -7,15 +7,14 @@ import asyncio
 import contextlib
 import logging
 import os
-import subprocess
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, TypeVar
 
 from gateway.api.responses.journal_records import (
+    LOST_BEGIN,
     MAGIC,
     BeginRecord,
     ContentRecord,
@@ -25,7 +24,9 @@ from gateway.api.responses.journal_records import (
     framed,
     parsed,
 )
+from gateway.disk import SYSTEM_DISK, Disk
 from gateway.media.in_flight_bytes import share_bytes
+from gateway.single_thread import MakeThread, single_thread
 
 log = logging.getLogger(__name__)
 
@@ -34,27 +35,13 @@ T = TypeVar("T")
 SUFFIX: Final = ".journal"
 # Minimum time between two writes of the journals: about a frame of a screen, and several tokens of a fast model.
 WRITE_INTERVAL_S: Final = 0.02
-# Events wait at most this long for the disk, and so does the creation of a file, which contains a large request. After
-# this time the journal is abandoned, and its response ends with the daemon.
+# Maximum time that events wait for the disk, or that the creation of a file, which contains a large request, may take.
+# After this time the journal is abandoned, and its response ends with the daemon.
 WRITE_TIMEOUT_S: Final = 2.0
 CREATE_TIMEOUT_S: Final = 10.0
+# A timer that fires so much later than its time was due says nothing about the disk: the whole process did not run.
+LATE_S: Final = 0.5
 _JOURNALS_FULL: Final = "the journals of all, or those of its key, fill [server] response_journal"
-_BOOT_ID_FILE: Final = Path("/proc/sys/kernel/random/boot_id")
-_BOOT_ID_COMMAND: Final = ("/usr/sbin/sysctl", "-n", "kern.bootsessionuuid")
-_BOOT_ID_TIMEOUT_S: Final = 5.0
-
-
-@cache
-def boot_id() -> str:
-    """Return the id of the machine's current boot; empty if the system has none."""
-    try:
-        if _BOOT_ID_FILE.exists():
-            return _BOOT_ID_FILE.read_text().strip()
-        return subprocess.run(
-            _BOOT_ID_COMMAND, capture_output=True, text=True, timeout=_BOOT_ID_TIMEOUT_S, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 class ResponseJournal:
@@ -81,6 +68,22 @@ class ResponseJournal:
         self._unshown: list[bytes] = []
         self._writing = 0
         self._settled: asyncio.Future[None] | None = None
+        self._has_begun = False
+        self._begun: asyncio.Future[None] | None = None
+
+    async def begin(self) -> None:
+        """Return once the file has the request, after at most CREATE_TIMEOUT_S. From then on the next daemon knows the
+        response, unless the journal is not sound.
+        """
+        if self.is_sound and not self._has_begun:
+            if self._begun is None:
+                self._begun = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._begun)
+
+    def note_begun(self) -> None:
+        self._has_begun = True
+        if self._begun is not None and not self._begun.done():
+            self._begun.set_result(None)
 
     def append(self, record: Record | None, events: bytes) -> None:
         """Write a record, then publish its events. Events without a record are published in order with the others."""
@@ -132,6 +135,7 @@ class ResponseJournal:
         for events in unshown:
             self._show(events)
         self._note_settled()
+        self.note_begun()
 
     def begin_write(self) -> bytes:
         """Return the records that the thread is to write now, encoded as frames."""
@@ -160,7 +164,8 @@ class ResponseJournals:
 
     One thread writes the records of all journals, batch after batch, so that a slow disk gets larger batches. Another
     thread creates, reads and deletes files, so that a large request does not delay the tokens of others. `limit_bytes`
-    is for all files together; 0 turns journals off. While `has_others`, one key may use half of it.
+    limits the size of all files together; 0 turns journals off. While `has_others` is true, other keys exist, and each
+    key may use half of it.
     """
 
     def __init__(
@@ -169,13 +174,16 @@ class ResponseJournals:
         limit_bytes: Callable[[], int],
         problems: Counter[str],
         has_others: Callable[[], bool] = bool,
+        make_thread: MakeThread = single_thread,
+        disk: Disk = SYSTEM_DISK,
     ) -> None:
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._has_others = has_others
         self._problems = problems
-        self._writer = ThreadPoolExecutor(1, "journal")
-        self._opener = ThreadPoolExecutor(1, "journals")
+        self._disk = disk
+        self._writer = make_thread("journal")
+        self._opener = make_thread("journals")
         self._held = Counter[str]()
         self._dirty: dict[ResponseJournal, None] = {}
         self._writing: list[ResponseJournal] = []
@@ -195,19 +203,23 @@ class ResponseJournals:
         elif not self.reserve(journal, about_bytes):
             journal.abandon(_JOURNALS_FULL)
         else:
-            self._open(journal, about_bytes, lambda: _create(journal.path, request, boot_id()))
+            self._open(journal, about_bytes, lambda: _create(self._disk, journal.path, request))
         return journal
 
     def reopen(self, path: Path, content: ContentRecord, show: Callable[[bytes], None]) -> ResponseJournal:
         """Reopen the journal of a response that is being resumed, and append a `BeginRecord`."""
         journal = ResponseJournal(self, path, show, content.request.key or "")
         self._count(journal, content.whole_bytes)
-        self._open(journal, content.whole_bytes, lambda: _reopen(path, content.whole_bytes, boot_id()))
+        self._open(journal, content.whole_bytes, lambda: _reopen(self._disk, path, content))
         return journal
 
     @property
     def is_on(self) -> bool:
         return self._limit_bytes() > 0
+
+    def boot_id(self) -> str:
+        """Return the id of the boot in which this daemon writes."""
+        return self._disk.boot_id()
 
     async def paths(self) -> list[Path]:
         """Return the files that earlier daemons left, the oldest first."""
@@ -220,7 +232,7 @@ class ResponseJournals:
     async def discard(self, path: Path) -> None:
         """Delete a file from which no response will be resumed."""
         with contextlib.suppress(OSError):
-            await self._on_files(lambda: path.unlink(missing_ok=True))
+            await self._on_files(lambda: self._disk.unlink(path))
 
     def close(self) -> None:
         """Finish pending work. No method may be called after this."""
@@ -249,15 +261,15 @@ class ResponseJournals:
         """Count and log the loss of a journal, and delete its file after the current write."""
         self._problems["journal"] += 1
         log.error("background response %s will not survive a restart: %s", journal.path.stem, reason)
-        if (file := self._detach(journal)) is not None:
-            self._writer.submit(_close, file, journal.path, False)
+        # A file that could not be reopened is deleted by its path.
+        self._writer.submit(_close, self._disk, self._detach(journal), journal.path, False)
 
     async def close_file(self, journal: ResponseJournal, *, is_kept: bool) -> None:
         """Close a file after the current write."""
         file = self._detach(journal)
         # A file that was closed for the next daemon is deleted by its path.
         if file is not None or not is_kept:
-            await asyncio.wrap_future(self._writer.submit(_close, file, journal.path, is_kept))
+            await asyncio.wrap_future(self._writer.submit(_close, self._disk, file, journal.path, is_kept))
 
     def _count(self, journal: ResponseJournal, size_bytes: int) -> None:
         self._held[journal.owner] += size_bytes
@@ -275,17 +287,26 @@ class ResponseJournals:
 
     def _open(self, journal: ResponseJournal, about_bytes: int, open_file: Callable[[], int]) -> None:
         loop = asyncio.get_running_loop()
-        timeout = loop.call_later(CREATE_TIMEOUT_S, journal.abandon, "the disk does not keep up")
+
+        def give_up() -> None:
+            nonlocal timeout
+            if _is_late(timeout.when()):
+                timeout = loop.call_later(CREATE_TIMEOUT_S, give_up)
+            else:
+                journal.abandon("the disk does not keep up")
+
+        timeout = loop.call_later(CREATE_TIMEOUT_S, give_up)
 
         def note(future: Future[int]) -> None:
             timeout.cancel()
             if (error := future.exception()) is not None:
                 journal.abandon(f"its file cannot be written: {error}")
             elif not journal.is_sound:
-                self._writer.submit(_close, future.result(), journal.path, False)
+                self._writer.submit(_close, self._disk, future.result(), journal.path, False)
             else:
                 journal.file = future.result()
                 self._count(journal, os.fstat(journal.file).st_size - about_bytes)
+                journal.note_begun()
                 self.wake(journal)
 
         _call_back(self._opener.submit(open_file), note)
@@ -313,7 +334,7 @@ class ResponseJournals:
             self._timer = loop.call_later(WRITE_TIMEOUT_S, self._check)
         frames = [(journal.file, journal.begin_write()) for journal in self._writing]
 
-        _call_back(self._writer.submit(_append, frames), self._note_written)
+        _call_back(self._writer.submit(_append, self._disk, frames), self._note_written)
 
     def _note_written(self, write: Future[list[OSError | None]]) -> None:
         written, self._writing = self._writing, []
@@ -328,18 +349,23 @@ class ResponseJournals:
     def _check(self) -> None:
         # The timer is not restarted for each write: when it fires, it checks the newest write.
         loop = asyncio.get_running_loop()
-        self._timer = None
+        is_late, self._timer = self._timer is not None and _is_late(self._timer.when()), None
         if not self._writing:
             return
-        left_s = self._began + WRITE_TIMEOUT_S - loop.time()
+        left_s = WRITE_TIMEOUT_S if is_late else self._began + WRITE_TIMEOUT_S - loop.time()
         if left_s <= 0:
             for journal in [*self._writing, *self._dirty]:
                 journal.abandon("the disk does not keep up")
-        # Records that arrive while the thread is still writing also wait at most this long.
+        # Records that arrived while the thread was writing wait at most WRITE_TIMEOUT_S too.
         self._timer = loop.call_later(left_s if left_s > 0 else WRITE_TIMEOUT_S, self._check)
 
     async def _on_files(self, action: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._opener.submit(action))
+
+
+def _is_late(due: float) -> bool:
+    """Whether a timer for this time of the event loop's clock fires too late to say anything about the disk."""
+    return asyncio.get_running_loop().time() - due > LATE_S
 
 
 def _call_back(call: Future[T], note: Callable[[Future[T]], None]) -> None:
@@ -360,50 +386,46 @@ def _paths(folder: Path) -> list[Path]:
         return []
 
 
-def _create(path: Path, request: JournaledRequest, boot: str) -> int:
+def _create(disk: Disk, path: Path, request: JournaledRequest) -> int:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    file = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW)
     with contextlib.ExitStack() as undo:
-        undo.callback(_close, file, path, False)
-        _write_all(file, MAGIC + framed(request) + framed(BeginRecord(boot)))
+        undo.callback(_close, disk, file, path, False)
+        disk.write_all(file, MAGIC + framed(request) + framed(BeginRecord(disk.boot_id())))
         undo.pop_all()
     return file
 
 
-def _reopen(path: Path, whole_bytes: int, boot: str) -> int:
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+def _reopen(disk: Disk, path: Path, content: ContentRecord) -> int:
+    file = disk.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, file)
-        os.ftruncate(file, whole_bytes)
-        _write_all(file, framed(BeginRecord(boot)))
+        disk.truncate(file, content.whole_bytes)
+        lost = b"" if content.records else framed(LOST_BEGIN)
+        disk.write_all(file, lost + framed(BeginRecord(disk.boot_id())))
         undo.pop_all()
     return file
 
 
-def _append(frames: list[tuple[int | None, bytes]]) -> list[OSError | None]:
+def _append(disk: Disk, frames: list[tuple[int | None, bytes]]) -> list[OSError | None]:
     errors: list[OSError | None] = []
     for file, data in frames:
         try:
             if file is not None:
-                _write_all(file, data)
+                disk.write_all(file, data)
             errors.append(None)
         except OSError as error:
             errors.append(error)
     return errors
 
 
-def _write_all(file: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(file, rest) :]
-
-
-def _close(file: int | None, path: Path, is_kept: bool) -> None:
+def _close(disk: Disk, file: int | None, path: Path, is_kept: bool) -> None:
     try:
         if not is_kept:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                disk.unlink(path)
         elif file is not None:
-            os.fsync(file)
+            disk.sync(file)
     except OSError as error:
         log.error("journal %s: %s", path.name, error)
     finally:

@@ -70,8 +70,8 @@ class ShutdownRecord(Struct, frozen=True, array_like=True, tag=4):
 
 
 class PlacementRecord(Struct, frozen=True, array_like=True, tag=5):
-    """Record of a new place, here or at a peer. `form` is the model's form there, which generates the
-    following deltas.
+    """Record that the response moved to a worker here or at a peer. `form` is the form of the model there, which
+    generates the following deltas.
     """
 
     form: str
@@ -87,6 +87,10 @@ class ContentRecord:
     request: JournaledRequest
     records: list[Record]
     whole_bytes: int
+
+
+# The first record of a journal of which a power cut has left the request alone.
+LOST_BEGIN: Final = BeginRecord("")
 
 
 class NotUnderstood(Exception):

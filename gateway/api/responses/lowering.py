@@ -13,6 +13,7 @@ from gateway.api.common import canonical
 from gateway.api.common.canonical import Call, Content
 from gateway.api.common.constraints import response_format
 from gateway.api.common.drafts import most_drafted, sparse_keep
+from gateway.api.common.prompt_cache import is_prewarm
 from gateway.api.common.sampling import sampling_values
 from gateway.api.common.thinking import lower_thinking
 from gateway.api.openai.lowering import derive_seed, template_kwargs
@@ -27,9 +28,9 @@ from gateway.api.responses.request import (
 from gateway.api.responses.tools import INPUT, Toolbox, flat_name
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest, Unsupported, invalid_choice, missing_parameter
-from gateway.media.reference import AUDIO, IMAGE, VIDEO, by_base64, by_url, detail_options
+from gateway.media.reference import AUDIO, IMAGE, VIDEO, by_base64, by_url, detail_options, document
 from protocol.prompts import ChatPrompt
-from protocol.to_worker import Constraint, Generate, Sampling
+from protocol.to_worker import BATCH_PRIORITY, Constraint, Generate, Sampling
 
 T = TypeVar("T")
 
@@ -83,9 +84,9 @@ def lower_prompt(
 ) -> tuple[ChatPrompt, list[str]]:
     """Return the prompt and the names of the input items that were left out. References must be resolved before.
 
-    The model is not known yet; `with_thinking` applies its configuration later. Raises `BadRequest`.
+    The model is not known yet; `with_thinking` applies the model's configuration later. Raises `BadRequest`.
     """
-    turns = _Turns()
+    turns = _ItemTurns()
     if isinstance(request.instructions, str):
         turns.add_system(request.instructions)
     else:
@@ -102,6 +103,20 @@ def lower_prompt(
     return canonical.chat_prompt(messages, box.policy, lower_thinking(request), kwargs), turns.ignored
 
 
+def lower_items(items: Iterable[InputItem], name: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the turns of items, and the names of those that were left out. Raises `BadRequest`."""
+    turns = _ItemTurns()
+    turns.add_all(items, name)
+    return turns.finish(), turns.ignored
+
+
+def prewarming(prompt: ChatPrompt) -> ChatPrompt:
+    """Return a prompt to be processed for a later request. Templates want a user's turn, which may be still to come."""
+    if any(turn["role"] == "user" for turn in prompt.messages):
+        return prompt
+    return msgspec.structs.replace(prompt, messages=[*prompt.messages, canonical.user("")])
+
+
 def lower_responses(
     request: ResponsesRequest,
     prompt: ChatPrompt,
@@ -112,16 +127,19 @@ def lower_responses(
 ) -> Generate:
     """Lower a request. Raises `BadRequest`."""
     thinking = lower_thinking(request, model.thinking)
+    max_tokens = model.sampling.max_tokens if request.max_output_tokens is None else request.max_output_tokens
+    is_prewarm_only = request.generate is False or is_prewarm(request.prompt_cache_options)
     wants_logprobs = bool(request.top_logprobs) or request.includes("message.output_text.logprobs")
     return Generate(
         next_rid(),
         canonical.with_thinking(prompt, thinking),
         Sampling(**sampling_values(request, model.sampling), seed=derive_seed(seed, 0)),
-        max_tokens=model.sampling.max_tokens if request.max_output_tokens is None else request.max_output_tokens,
+        max_tokens=0 if is_prewarm_only else max_tokens,
         top_logprobs=(request.top_logprobs or 0) if wants_logprobs else None,
-        deadline_ms=deadline_ms,
+        deadline_ms=request.window_s * 1000 or deadline_ms,
+        priority=BATCH_PRIORITY if request.window_s else 0,
         want_progress=True,
-        thinking_budget=thinking.budget,
+        thinking_budget=None if is_prewarm_only else thinking.budget,
         constraint=_constraint(request),
         most_drafted=most_drafted(request.speculate),
         truncate=-1 if request.truncation == "auto" else 0,
@@ -157,7 +175,7 @@ def _as_chat(format: TextFormat) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class _Turns:
+class _ItemTurns:
     """Builds the turns of the prompt from items in order.
 
     Reasoning, texts and calls between two turns of other roles form one assistant turn.
@@ -168,6 +186,7 @@ class _Turns:
     _reasoning: list[str] = field(default_factory=list[str])
     _texts: list[str] = field(default_factory=list[str])
     _calls: list[Call] = field(default_factory=list[Call])
+    _call_ids: set[str] = field(default_factory=set[str])
 
     def add_all(self, items: Iterable[InputItem], name: str) -> None:
         for index, item in enumerate(items):
@@ -189,10 +208,15 @@ class _Turns:
             case "reasoning":
                 self._reasoning.append(_reasoning(item))
             case "function_call" | "custom_tool_call":
-                self._calls.append(_call(item, where))
+                call = _call(item, where)
+                self._calls.append(call)
+                self._call_ids.add(call.id)
             case "function_call_output" | "custom_tool_call_output":
                 self._flush()
                 call_id = _required(item.call_id, f"{where}.call_id")
+                if call_id not in self._call_ids:
+                    message = f"No tool call found for the output with call_id {call_id[:100]!r}."
+                    raise BadRequest(message, f"{where}.call_id", "tool_call_not_found")
                 output = _required(item.output, f"{where}.output")
                 self.messages.append(
                     canonical.tool_result(call_id, "", _content(output, f"{where}.output", TEXT_SEPARATOR))
@@ -202,6 +226,7 @@ class _Turns:
             case "item_reference":
                 raise BadRequest(f"Item with id {(item.id or '')[:100]!r} not found.", where, "item_not_found")
             case kind if kind in FOREIGN_ITEMS:
+                self._call_ids.add(item.call_id or "")
                 self.ignored.append(f"input.{kind}")
             case kind:
                 message = f"Invalid value for '{where}.type': items of type {kind[:50]!r} are not known."
@@ -274,9 +299,20 @@ def _part(part: ContentPart, where: str) -> str | dict[str, Any]:
             audio = _required(part.input_audio, f"{where}.input_audio")
             return by_base64(AUDIO, audio.data, where)
         case "input_file":
-            raise Unsupported("Files are not supported: send their text, or their pages as images.", where)
+            return _file(part, where)
         case kind:
             raise BadRequest(f"Invalid value for '{where}.type': {kind[:50]!r}.", f"{where}.type", "invalid_value")
+
+
+def _file(part: ContentPart, where: str) -> dict[str, Any]:
+    if part.file_id is not None:
+        raise Unsupported("There are no uploaded files here: send the file as base64.", f"{where}.file_id")
+    heading, options = part.filename or "", detail_options(part.detail, f"{where}.detail")
+    if part.file_data is not None:
+        if part.file_url is not None:
+            raise BadRequest("Only one of 'file_data' and 'file_url' is taken.", f"{where}.file_url", "invalid_value")
+        return document(part.file_data, heading, where, options)
+    return document(_required(part.file_url, f"{where}.file_data"), heading, where, options, is_url=True)
 
 
 def _required(value: T | None, param: str) -> T:

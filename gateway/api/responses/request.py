@@ -5,15 +5,17 @@ apply.
 from typing import Annotated, Any, ClassVar, Final
 
 from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec.structs import replace
 
 from gateway.api.common.decode import Schema
-from gateway.api.common.doc_hints import TEXT, UNSERVED, case, shape, typed, words
+from gateway.api.common.doc_hints import NULL, TEXT, UNSERVED, case, shape, typed, words
 from gateway.api.common.drafts import SparsePrefill, Speculate
+from gateway.api.common.extras import ExtrasSpec
+from gateway.api.common.prompt_cache import PromptCacheOptions, ignored_options
 from gateway.api.common.refused_fields import REFUSED_FIELDS, SAMPLER_FIELDS, constraint_fields
 from gateway.api.common.thinking import AnthropicThinking, Budget, ReasoningSpec
+from gateway.api.openai.message_part import AUDIO_DATA, AudioData
 from gateway.api.openai.request import (
-    AUDIO_DATA,
-    AudioData,
     Effort,
     Penalty,
     RepetitionPenalty,
@@ -42,11 +44,13 @@ TOOL: Final = typed(
 TOOL_CHOICE: Final = typed("function", "custom", "allowed_tools", name=TEXT)
 
 
+# Completion windows of background responses, in seconds; 0 runs at once.
+WINDOWS_S: Final = {"soonest": 0, "2h": 2 * 3600, "8h": 8 * 3600}
 ROLES: Final = ("user", "assistant", "system", "developer")
 TRUNCATIONS: Final = ("auto", "disabled")
 TEXT_PARTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _TEXT: Final = {"type": "string"}
-_SAID: Final = {"type": ["string", "array"]}
+_TEXT_OR_PARTS: Final = {"type": ["string", "array"]}
 
 
 class ContentPart(Struct, frozen=True, omit_defaults=True):
@@ -59,10 +63,12 @@ class ContentPart(Struct, frozen=True, omit_defaults=True):
             case(("image_url",), type={"const": "input_image"}, image_url=_TEXT),
             case(("video_url",), type={"const": "input_video"}, video_url=_TEXT),
             case(("input_audio",), type={"const": "input_audio"}, input_audio=AUDIO_DATA),
+            case(("file_data",), type={"const": "input_file"}, file_data=_TEXT),
+            case(("file_url",), type={"const": "input_file"}, file_url=_TEXT, file_data=NULL),
         ]
     }
 
-    type: Annotated[str, words(*TEXT_PARTS, "refusal", "input_image", "input_video", "input_audio")]
+    type: Annotated[str, words(*TEXT_PARTS, "refusal", "input_image", "input_video", "input_audio", "input_file")]
     text: str | None = None
     refusal: str | None = None
     image_url: str | None = None
@@ -70,6 +76,9 @@ class ContentPart(Struct, frozen=True, omit_defaults=True):
     file_id: Annotated[Any, UNSERVED] = None
     video_url: str | None = None
     input_audio: AudioData | None = None
+    file_data: str | None = None
+    file_url: str | None = None
+    filename: str | None = None
 
 
 class InputItem(Struct, frozen=True, omit_defaults=True):
@@ -80,7 +89,7 @@ class InputItem(Struct, frozen=True, omit_defaults=True):
 
     hint: ClassVar = {
         "anyOf": [
-            case(("role", "content"), type={"enum": ["message", None]}, role=_TEXT, content=_SAID),
+            case(("role", "content"), type={"enum": ["message", None]}, role=_TEXT, content=_TEXT_OR_PARTS),
             case(("id",), type={"enum": ["item_reference", None]}, id=_TEXT),
             case(("type",), type={"enum": ["reasoning", "compaction"]}),
             case(("type", "call_id", "name"), type={"const": "function_call"}, call_id=_TEXT, name=_TEXT),
@@ -95,7 +104,7 @@ class InputItem(Struct, frozen=True, omit_defaults=True):
                 ("type", "call_id", "output"),
                 type={"enum": ["function_call_output", "custom_tool_call_output"]},
                 call_id=_TEXT,
-                output=_SAID,
+                output=_TEXT_OR_PARTS,
             ),
         ]
     }
@@ -182,12 +191,24 @@ class InputTokensRequest(Struct, frozen=True, kw_only=True):
         return self.input or []
 
 
+class BackgroundOptions(Struct, frozen=True):
+    """Options of a background response. One with a window of hours runs while nothing else does, as those of batches
+    do; it fails if its time is over before.
+    """
+
+    completion_window: Annotated[str, words(*WINDOWS_S)] | None = None
+    continuation_id: Annotated[Any, UNSERVED] = None
+
+
 class ResponsesRequest(InputTokensRequest, frozen=True, kw_only=True):
     """Body of `POST /v1/responses`. The fields after `user` come from other servers."""
 
     stream: bool | None = None
     store: bool | None = None
     background: bool | None = None
+    background_options: BackgroundOptions | None = None
+    # If false, the prompt is processed and kept for the next request, and nothing is generated.
+    generate: bool | None = None
     include: list[str] | None = None
     max_output_tokens: Tokens | None = None
     max_tool_calls: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
@@ -204,9 +225,22 @@ class ResponsesRequest(InputTokensRequest, frozen=True, kw_only=True):
     top_k: TopK | None = None
     min_p: Unit | None = None
     seed: Seed | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
     # These fields are mlxd's own.
     speculate: Speculate | None = None
     sparse_prefill: SparsePrefill | None = None
+    x_mlxd: ExtrasSpec | None = None
+
+    @property
+    def comparison_id(self) -> str:
+        """Id of the response to compare with, or empty."""
+        return (self.prompt_cache_options and self.prompt_cache_options.comparison_response_id) or ""
+
+    @property
+    def window_s(self) -> int:
+        """Seconds within which a response that runs while nothing else does must end; 0 for all other responses."""
+        options = self.background_options
+        return 0 if options is None else WINDOWS_S.get(options.completion_window or "", 0)
 
     def includes(self, what: str) -> bool:
         """Whether `include` contains `what`."""
@@ -216,16 +250,34 @@ class ResponsesRequest(InputTokensRequest, frozen=True, kw_only=True):
 _REFUSED: Final = REFUSED_FIELDS | SAMPLER_FIELDS | constraint_fields("text.format", "max_output_tokens")
 
 _responses = Schema(ResponsesRequest, NO_ACTION, "input", InputItem, refused=_REFUSED)
+# Fields of a message that creates a response on a WebSocket, apart from those of a body.
+_create = Schema(ResponsesRequest, NO_ACTION | {"type", "stream_id"}, "input", InputItem, refused=_REFUSED)
 _count = Schema(InputTokensRequest, NO_ACTION | frozenset(ResponsesRequest.__struct_fields__), "input", InputItem)
 
 
 def decode_responses(body: bytes) -> tuple[ResponsesRequest, list[str]]:
     """Return the request, and the names of the fields that are unknown or have no effect. Raises `BadRequest`."""
     request, unknown = _responses.decode(body)
+    unknown = unknown + ignored_options(request.prompt_cache_options)
+    if request.background and request.generate is False:
+        raise BadRequest("A response with 'generate: false' has nothing to do in the background.", "generate")
     if request.background and request.store is False:
         raise BadRequest("'background' needs 'store': a response is found by its id.", "background", "invalid_value")
+    _check_background_options(request)
     _refuse_unserved(request)
     return request, unknown
+
+
+def decode_create(message: bytes) -> tuple[ResponsesRequest, list[str]]:
+    """Return the request of a message on a WebSocket, as `decode_responses` does of a body. Raises `BadRequest`."""
+    request, unknown = _create.decode(message)
+    if request.background:
+        raise Unsupported("'background' is not supported on a WebSocket: use POST /v1/responses.", "background")
+    _check_background_options(request)
+    if request.stream is False:
+        raise BadRequest("A WebSocket has streams only: leave 'stream' out.", "stream", "invalid_value")
+    _refuse_unserved(request)
+    return replace(request, stream=True), unknown
 
 
 def decode_count(body: bytes) -> tuple[InputTokensRequest, list[str]]:
@@ -237,6 +289,21 @@ def decode_count(body: bytes) -> tuple[InputTokensRequest, list[str]]:
     _refuse_unserved(request)
     # All tokens of the prompt are counted, so `truncation` has no effect.
     return request, [*unknown, "truncation"] if request.truncation == "auto" else unknown
+
+
+def _check_background_options(request: ResponsesRequest) -> None:
+    options = request.background_options
+    if options is None:
+        return
+    if options.continuation_id is not None:
+        message = "'background_options.continuation_id' is not supported: leave it out."
+        raise Unsupported(message, "background_options.continuation_id")
+    window, where = options.completion_window, "background_options.completion_window"
+    if window is not None and window not in WINDOWS_S:
+        raise invalid_choice(window, WINDOWS_S, where)
+    if request.window_s and (not request.background or request.stream):
+        message = f"'{where}' of {window} needs 'background: true', and no 'stream'."
+        raise BadRequest(message, where, "invalid_value")
 
 
 def _refuse_unserved(request: InputTokensRequest) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from gateway.api.common.extras import Extras
 from gateway.api.openai.response import ContentLogprob
 from gateway.api.responses.request import InputItem as InputItem
 from gateway.errors import ApiError
@@ -139,6 +140,18 @@ class TextEcho(Struct, frozen=True):
     verbosity: str = "medium"
 
 
+class PromptCacheDiagnostics(Struct, frozen=True):
+    """Comparison with the prompt of another response: `cache_hit`, `cache_miss`, `comparison_response_not_found` or
+    `unavailable`. `detail`, mlxd's own field, has the reason in plain words.
+    """
+
+    type: str
+    reason: str | UnsetType = UNSET
+    cache_missed_tokens: int | UnsetType = UNSET
+    comparison_reusable_tokens: int | UnsetType = UNSET
+    detail: str | UnsetType = UNSET
+
+
 class Response(Struct, frozen=True, kw_only=True, tag_field="object", tag="response"):
     """State of a response. `user` is left out if it was not given, because null is not allowed there."""
 
@@ -173,6 +186,8 @@ class Response(Struct, frozen=True, kw_only=True, tag_field="object", tag="respo
     usage: ResponseUsage | None = None
     user: str | UnsetType = UNSET
     metadata: dict[str, Any]
+    prompt_cache_diagnostics: PromptCacheDiagnostics | UnsetType = UNSET
+    x_mlxd: Extras = UNSET
 
 
 class DeletedResponse(Struct, frozen=True, tag_field="object", tag="response"):
@@ -335,7 +350,7 @@ def error_bytes(code: str, message: str, sequence_number: int) -> bytes:
     return b"event: error\ndata: %b\n\n" % _encode(fields)
 
 
-def stream_bytes(events: Iterable[Event], sequence_number: int) -> tuple[bytes, int]:
+def stream_bytes(events: Iterable[Struct], sequence_number: int) -> tuple[bytes, int]:
     """Encode server-sent events, numbered from `sequence_number`, and return the bytes and the next number."""
     parts: list[bytes] = []
     for event in events:

@@ -3,12 +3,13 @@
 import os
 import sqlite3
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from msgspec import Struct
 
+from gateway.disk import SYSTEM_DISK, Disk
 from gateway.wall_clock import WallClock
 
 T = TypeVar("T")
@@ -17,7 +18,8 @@ T = TypeVar("T")
 CONVERSATION_RESPONSES_MAX: Final = 10_000
 _WAL_BYTES: Final = 4 * 1024 * 1024
 _DAMAGE_CODES: Final = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
-# Files of older versions have no table `said`. Without a row in it, a response's size is that of all its columns.
+# Files of older versions have no table `said`, so their responses have no row in it. The size of such a response's
+# items is taken to be the size of all its columns.
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, previous TEXT, used REAL NOT NULL, size INTEGER NOT NULL,
@@ -95,12 +97,15 @@ class ResponseDatabase:
     deleted text may still be in the write-ahead log.
     """
 
-    def __init__(self, path: Path, max_bytes: int, max_age_s: float, clock: WallClock) -> None:
+    def __init__(
+        self, path: Path, max_bytes: int, max_age_s: float, clock: WallClock, disk: Disk = SYSTEM_DISK
+    ) -> None:
         self.path = path
         self.max_bytes = max_bytes
         self.max_age_s = max_age_s
         self.has_traces = False
         self._now = clock
+        self._disk = disk
         self._connection: sqlite3.Connection | None = None
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
@@ -161,7 +166,10 @@ class ResponseDatabase:
         sql = "DELETE FROM responses WHERE id = ? AND tenant = ?"
         is_found = self._open().execute(sql, (response_id, tenant)).rowcount > 0
         if is_found:
-            self.truncate_log()
+            # The response is deleted although this may fail. `has_traces` then remains set.
+            self.has_traces = True
+            with suppress(sqlite3.Error):
+                self.truncate_log()
         return is_found
 
     def keep(self, stored: StoredResponse) -> None:
@@ -257,7 +265,7 @@ class ResponseDatabase:
         # SQLite creates its additional files with the mode of this file.
         os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
         self.path.chmod(0o600)
-        database = sqlite3.connect(self.path, isolation_level=None)
+        database = self._disk.connect(self.path)
         try:
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = NORMAL")
@@ -265,8 +273,8 @@ class ResponseDatabase:
             database.execute("PRAGMA secure_delete = ON")
             database.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
             database.executescript(_SCHEMA)
-            # Only `responses` is checked, which is nearly all of the file: SQLite 3.40 reports errors in an intact
-            # `items` table.
+            # Only `responses`, which is nearly all of the file, is checked, because SQLite 3.40 reports errors in an
+            # intact `items` table.
             (verdict,) = database.execute("PRAGMA quick_check(responses)").fetchone()
             if verdict != "ok":
                 raise Damaged(verdict)

@@ -13,13 +13,13 @@ from typing import Final
 import msgspec
 
 from gateway.api.common import serve
-from gateway.api.responses import journal
 from gateway.api.responses.background import Background, Backgrounds
 from gateway.api.responses.encoder import ResponseRun
 from gateway.api.responses.history import ResponseHistory, ResponseNotFound, has_ended, stem_of
 from gateway.api.responses.items import ResponseOutput
 from gateway.api.responses.journal import ResponseJournals
 from gateway.api.responses.journal_records import (
+    LOST_BEGIN,
     BeginRecord,
     ContentRecord,
     DeltaRecord,
@@ -49,6 +49,9 @@ FRUITLESS_DAEMONS_MAX: Final = 5
 # A response whose model only peers have waits at most this long for a peer.
 PEERS_TIMEOUT_S: Final = 30.0
 PEERS_POLL_S: Final = 0.2
+# A store that cannot be read is asked again this often, and with this delay.
+STORE_TRIES: Final = 3
+STORE_RETRY_S: Final = 0.3
 # If the journal may have lost events that clients received, this many event numbers are skipped. It cannot have lost
 # more.
 LOST_EVENTS_MAX: Final = 1 << 24
@@ -56,9 +59,10 @@ LOST_EVENTS_MAX: Final = 1 << 24
 
 @dataclass(slots=True)
 class ReplayedResponse:
-    """Result of replaying a journal: the tokens so far, and how many of the latest consecutive daemons generated none.
+    """Result of replaying a journal.
 
-    `left_out` has the numbers of turns and of tokens that were left out of the prompt.
+    `token_ids` are the tokens so far. `fruitless` is the number of daemons that have begun since the newest journaled
+    tokens, including this one. `left_out` has the numbers of turns and of tokens that were left out of the prompt.
     """
 
     token_ids: list[int] = field(default_factory=list[int])
@@ -81,9 +85,15 @@ class Resumption:
     """Resumes the response of each journal, once, before the daemon serves requests."""
 
     def __init__(
-        self, services: Services, history: ResponseHistory, journals: ResponseJournals, backgrounds: Backgrounds
+        self,
+        services: Services,
+        history: ResponseHistory,
+        journals: ResponseJournals,
+        backgrounds: Backgrounds,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self._services = services
+        self._wall = wall
         self._history = history
         self._journals = journals
         self._backgrounds = backgrounds
@@ -103,8 +113,8 @@ class Resumption:
             await self._journals.discard(path)
             return
         request = content.request
-        background = Background(request.key or "", self._run(request))
-        records = [*content.records, BeginRecord(journal.boot_id())]
+        background = Background(request.key or "", self._run(request), self._backgrounds.stored)
+        records = [*(content.records or [LOST_BEGIN]), BeginRecord(self._journals.boot_id())]
         replayed = await self._services.bodies.work(content.whole_bytes, replay, background, records)
         background.journal = self._journals.reopen(path, content, background.events.add)
         log.info("background response %s goes on after %d tokens", background.id, len(replayed.token_ids))
@@ -123,11 +133,15 @@ class Resumption:
 
     async def _has_ended(self, request: JournaledRequest) -> bool:
         """Whether the response is stored as ended. If its daemon was killed, it may not be stored at all."""
-        try:
-            stored = await self._history.get(request.key or "", request.response.id)
-        except ResponseNotFound:
-            return False
-        return has_ended(stored)
+        for _ in range(STORE_TRIES):
+            try:
+                return has_ended(await self._history.get(request.key or "", request.response.id))
+            except ResponseNotFound:
+                return False
+            except Unavailable:
+                await asyncio.sleep(STORE_RETRY_S)
+        # The client knows the id, so the response goes on.
+        return False
 
     def _run(self, request: JournaledRequest) -> ResponseRun:
         prompt, response = request.generate.prompt, request.response
@@ -171,7 +185,9 @@ class Resumption:
         lease, media_lease = services.bodies.lease(), services.media.lease()
         held.callback(lease.close)
         held.callback(media_lease.close)
+        clock = services.clock
         record = RequestRecord(request.request_id, "POST", PATH, caller=caller, model=model.name, stream=True)
+        record.started, record.clock = clock(), clock
         record.lease, record.media_lease, record.body_bytes = lease, media_lease, request.body_bytes
         lease.owner = media_lease.owner = caller.key or ""
         await lease.reach(request.body_bytes)
@@ -180,7 +196,7 @@ class Resumption:
             media_lease.grow(sum(len(each.data) for each in prompt.media))
             record.media = tuple(msgspec.structs.replace(each, data=b"") for each in prompt.media)
             record.media_bytes = media_lease.size_bytes
-        left_ms = int((request.began + request.limit_s - time.time()) * 1000)
+        left_ms = int((request.began + request.limit_s - self._wall()) * 1000)
         deadline_ms = max(1, left_ms) if request.limit_s else 0
         generate = replayed.rest_of(request.generate, services.link.next_rid(), deadline_ms)
         packed = await services.bodies.work(record.body_bytes + record.media_bytes, pack, [generate])

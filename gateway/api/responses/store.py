@@ -8,13 +8,15 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, TypeVar
 
 import msgspec
 
 from gateway.api.responses.response_database import ResponseDatabase, StoredResponse, is_damage
+from gateway.disk import SYSTEM_DISK, Disk
+from gateway.single_thread import MakeThread, single_thread
 from gateway.wall_clock import WallClock
 
 log = logging.getLogger(__name__)
@@ -46,11 +48,13 @@ class Store:
         max_age_s: float,
         clock: WallClock | None = None,
         problems: "Counter[str] | None" = None,
+        make_thread: MakeThread = single_thread,
+        disk: Disk = SYSTEM_DISK,
     ) -> None:
         self._path = path
-        self._database = ResponseDatabase(path, max_bytes, max_age_s, clock or WallClock())
+        self._database = ResponseDatabase(path, max_bytes, max_age_s, clock or WallClock(), disk)
         self._problems: Counter[str] = Counter() if problems is None else problems
-        self._thread = ThreadPoolExecutor(1, "store")
+        self._thread = make_thread("store")
         self._is_closed = False
         # Protects the number of waiting calls and the size of their data.
         self._lock = threading.Lock()
@@ -67,18 +71,18 @@ class Store:
         if not self._is_closed:
             self._thread.submit(self._shrink_or_log)
 
-    def keep(self, about_bytes: int, make: Callable[[], StoredResponse]) -> None:
+    def keep(self, about_bytes: int, make: Callable[[], StoredResponse]) -> Future[bool]:
         """Queue a response of about `about_bytes` for storing. The thread calls `make`, which returns the response.
 
-        A response that cannot be stored is logged and counted; its client has received it anyway.
+        A response that cannot be stored is logged and counted, and the result is False.
         """
         if not self.is_on or self._is_closed:
-            return
+            return done(True)
         if not self._enter(about_bytes):
             self._problems["dropped"] += 1
             log.error("response not stored: the disk does not keep up")
-            return
-        self._submit(about_bytes, self._keep_or_log, make)
+            return done(False)
+        return self._submit(about_bytes, self._keep_or_log, make)
 
     async def read(self, action: Callable[[ResponseDatabase], T]) -> T:
         """Call `action` in the thread and return its result. Raises `StoreBroken`, and any error of `action`."""
@@ -155,15 +159,17 @@ class Store:
         except (sqlite3.Error, OSError) as error:
             log.error("write-ahead log of the response store cannot be emptied: %s", error)
 
-    def _keep_or_log(self, make: Callable[[], StoredResponse]) -> None:
+    def _keep_or_log(self, make: Callable[[], StoredResponse]) -> bool:
         try:
             self._run(lambda database: database.keep(make()))
+            return True
         except (sqlite3.Error, OSError) as error:
             self._problems["failed"] += 1
             log.error("response not stored: %s", error)
         except Exception:  # No task awaits this call, so its error is logged here.
             self._problems["failed"] += 1
             log.exception("response not stored")
+        return False
 
     def _shrink_or_log(self) -> None:
         try:
@@ -173,3 +179,10 @@ class Store:
         except (sqlite3.Error, OSError) as error:
             self._problems["failed"] += 1
             log.error("response store could not be shrunk: %s", error)
+
+
+def done(is_stored: bool) -> Future[bool]:
+    """Return the result of a `keep` that has ended."""
+    result = Future[bool]()
+    result.set_result(is_stored)
+    return result

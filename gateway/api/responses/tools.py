@@ -1,4 +1,4 @@
-"""Tools of a Responses request, as the prompt has them and as the client has them."""
+"""Tools of a Responses request, as the prompt shows them and as the client names them."""
 
 from dataclasses import dataclass
 from typing import Any, Final

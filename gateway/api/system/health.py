@@ -73,7 +73,7 @@ def _model_readiness(name: str, scope: Scope, services: Services, reasons: list[
     caller = record_of(scope).caller
     worker = services.pool.worker(services.router.locate_here(name, caller).model.name)
     if not worker.is_ready:
-        # A worker whose memory is needed elsewhere is READY, but takes no requests.
+        # A READY worker that is not ready to serve is waiting, because its memory is needed elsewhere.
         is_held = worker.state is State.READY
         reason = f"model {worker.name} waits for memory" if is_held else _reason(worker.view(), caller.is_admin)
         reasons = [*reasons, reason]
@@ -137,14 +137,16 @@ def _describe(views: list[WorkerView], scope: Scope, services: Services) -> list
 
 
 def _notes(views: list[WorkerView], scope: Scope, services: Services) -> list[str]:
-    """Return the restrictions of batching that keep outputs exact, for models that the caller may use."""
+    """Return notes on models that the caller may use and that batch less than they could, in order to keep outputs
+    exact.
+    """
     caller = record_of(scope).caller
     reasons = [(view.name, view.ready.batch_mode_reason) for view in views if view.ready is not None]
     return [f"{name}: {why}" for name, why in reasons if why and caller.may_use(services.config.models[name])]
 
 
 def _reason(view: WorkerView, is_operator: bool) -> str:
-    # A draining worker had become ready, so the last failure is one of an earlier worker.
+    # A draining worker has not failed: the last failure belongs to an earlier worker.
     failure = None if view.state is State.DRAINING else view.last_failure
     cause = f": {message_of(failure, is_operator)}" if failure is not None else ""
     return f"model {view.name} is {view.state}{cause}"

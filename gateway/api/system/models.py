@@ -87,13 +87,23 @@ class ModelCard(Struct, frozen=True, tag_field="object", tag="model"):
     load: LoadProgress | UnsetType = UNSET
 
 
+class ModelSummary(Struct, frozen=True):
+    """One model in the form of TypeSafe's list."""
+
+    name: str
+    description: str
+    release_date: str
+
+
 class ModelList(Struct, frozen=True, tag_field="object", tag="list"):
-    """All models: `has_more` is for Anthropic's clients, which request pages until it is false."""
+    """All models: `has_more` is for Anthropic's clients, which request pages until it is false, and `models` for
+    TypeSafe's."""
 
     data: list[ModelCard]
     first_id: str | None
     last_id: str | None
     has_more: bool = False
+    models: list[ModelSummary] = []
 
 
 async def list_models(catalog: Catalog, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,7 +111,8 @@ async def list_models(catalog: Catalog, scope: Scope, receive: Receive, send: Se
     caller = record_of(scope).caller
     cards = [_card(entry, caller, catalog.created_s) for entry in await catalog.list(caller)]
     ids = [card.id for card in cards] or [None]
-    await send_body(send, 200, msgspec.json.encode(ModelList(cards, ids[0], ids[-1])))
+    models = [ModelSummary(card.id, f"A model of kind {card.kind}.", card.created_at[:10]) for card in cards]
+    await send_body(send, 200, msgspec.json.encode(ModelList(cards, ids[0], ids[-1], models=models)))
 
 
 async def get_model(catalog: Catalog, scope: Scope, receive: Receive, send: Send) -> None:

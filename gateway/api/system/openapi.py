@@ -28,10 +28,10 @@ MEANINGS: Final = {
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     421: "The URL's host is not a name that mlxd is configured to serve.",
+    422: "The request is invalid; `detail` lists where.",
     429: "A limit of the key is reached, the model's queue is full, or too many requests had no valid key.",
     431: "The headers are too large.",
     500: "An internal error.",
-    501: "A route of the dialect that is not served here.",
     503: "The model or the daemon cannot serve now.",
     504: "The request's deadline was exceeded.",
 }
@@ -178,8 +178,8 @@ def _responses(operation: Operation, references: Mapping[Any, Schema]) -> Schema
 
 
 def _event(data: Schema) -> Schema:
-    """Return the schema of a server-sent event, as OpenAPI 3.2 has it. `[DONE]`, with which OpenAI's streams end, is no
-    JSON.
+    """Return the schema of a server-sent event in OpenAPI 3.2's form. The event `[DONE]` at the end of OpenAI's streams
+    is text, not JSON.
     """
     coded = {"type": "string", "contentMediaType": JSON, "contentSchema": data}
     return {"type": "object", "properties": {"event": {"type": "string"}, "data": coded}, "required": ["data"]}
@@ -247,7 +247,7 @@ def _structs(shapes: Iterable[Any]) -> dict[type[Struct], types.StructType]:
 
 
 def _given_name(struct: type[Struct], schemas: Mapping[str, Any]) -> str:
-    """Return the name that msgspec gives a struct. It contains the module only if two structs have the same
+    """Return the name that msgspec gives a struct. It contains the module's name only if another struct has the same
     plain name.
     """
     return struct.__name__ if struct.__name__ in schemas else f"{struct.__module__}.{struct.__name__}"

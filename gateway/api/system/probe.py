@@ -25,7 +25,8 @@ from protocol.to_worker import Generate, Sampling
 
 DEADLINE_S: Final = 10.0
 POLL_S: Final = 0.05
-# Lower numbers run first, and no key's requests have so low a number, so a probe runs before all other requests.
+# Requests with a lower number run first. This number is lower than any key's, so a probe runs before all other
+# requests.
 PROBE_PRIORITY: Final = -1_000_000
 BROKEN: Final = frozenset({State.BACKOFF, State.FAILED, State.INCOMPATIBLE})
 # No key uses this salt of the prefix cache.

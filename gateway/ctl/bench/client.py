@@ -39,7 +39,7 @@ class _PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class _BenchUsage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: _PromptDetails | None = None
@@ -47,7 +47,7 @@ class _Usage(msgspec.Struct):
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: _BenchUsage | None = None
     error: Any = None
 
 

@@ -38,13 +38,13 @@ CommandRunner = Callable[[tuple[str, ...]], str | None]
 
 def examine(home: Path, run_command: CommandRunner) -> Iterator[DoctorFinding]:
     """Yield the findings of all checks."""
-    yield doctor.versions({name: _version(name) for name in DISTRIBUTIONS})
+    yield doctor.versions({name: version_of_distribution(name) for name in DISTRIBUTIONS})
     config, error = _load(home)
     yield doctor.configuration(home / CONFIG_NAME, error)
     yield from machine(home, run_command)
     if config is not None and config.server.tls.certificate:
         yield tls(config.server.tls)
-    yield doctor.vision(_version("mlx-vlm"), _with_towers(config) if config else [])
+    yield doctor.vision(version_of_distribution("mlx-vlm"), _with_towers(config) if config else [])
     yield from daemon(config.server if config else ServerConfig())
 
 
@@ -116,7 +116,8 @@ def completion(status: DaemonStatus) -> DoctorFinding:
         return DoctorFinding("completion", "bad", str(failed), "mlxctl logs")
 
 
-def _version(name: str) -> str | None:
+def version_of_distribution(name: str) -> str | None:
+    """Return the version of an installed distribution; None if it is missing."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

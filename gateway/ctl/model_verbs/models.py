@@ -12,6 +12,7 @@ from gateway.ctl.printing import Json, console, print_json
 from gateway.ctl.rates import SPAN_S, RateSample, sample_rates
 from gateway.ctl.tables import bar, duration, notes, size_or_dash, state_text, table
 from gateway.model_files.listing import ConfiguredModel, ListedModel, list_models
+from gateway.model_files.metadata import DEMOS
 
 
 def models(json: Json = False) -> None:
@@ -73,11 +74,17 @@ def _models_table(found: list[ListedModel]) -> Table:
             model.context or "-",
             Text({True: "yes", False: "no", None: "?"}[model.fits], style="" if model.fits else "red"),
             ", ".join(model.aliases) or "-",
-            "" if model.path == model.name else model.path,
+            _place(model),
         )
         for model in found
     )
     return table(("MODEL", "STATE"), ("DISK", "MEMORY", "CONTEXT"), rows, ("FITS", "ALIASES", "PATH"))
+
+
+def _place(model: ListedModel) -> str:
+    if model.path in DEMOS:
+        return "built in"
+    return "-" if model.path == model.name else model.path
 
 
 def ps_table(found: RateSample, budget_bytes: int = 0) -> Table:

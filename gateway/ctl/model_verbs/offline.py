@@ -1,6 +1,7 @@
 """Configuration, models and memory for verbs that also work without the daemon."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -25,7 +26,13 @@ def read_config(file: Path | None = None, home: Path | None = None) -> Config:
     """Read the configuration file of a home, or another file, as the daemon would read it now. Raises `ConfigError`."""
     from gateway.config.load import load_config
 
-    return load_config(home or default_home(), file, has_keys=has_keys)
+    config = load_config(home or default_home(), file, has_keys=has_keys)
+    if any(model.warm for model in config.models.values()):
+        # The import of the API takes long, and most files have no warm prompts.
+        from gateway.api.openai.warm_prompts import check_warm_prompts
+
+        check_warm_prompts(config)
+    return config
 
 
 def readable_config() -> Config | None:
@@ -68,6 +75,18 @@ def served_models() -> Sequence[ServedModel]:
     """Return the models of the daemon, or else those of the configuration. Raises `ConfigError`."""
     running = running_models()
     return running if running is not None else list(read_config().models.values())
+
+
+@contextmanager
+def naming_models_here() -> Generator[None, None, None]:
+    """Add to the error of a hub that cannot be reached what runs without it. Raises `CommandFailed`."""
+    from gateway.model_files.hub import NoConnection
+
+    try:
+        yield
+    except NoConnection as error:
+        here = " or ".join(f"mlxctl run {model.name}" for model in served_models() if "*" not in model.name)
+        raise CommandFailed(f"{error}; without it: {here}" if here else str(error)) from None
 
 
 def running_models() -> list[ModelStatus] | None:

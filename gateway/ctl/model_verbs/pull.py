@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from gateway.ctl.info import print_info
-from gateway.ctl.model_verbs.offline import available_bytes, readable_config, running_models
+from gateway.ctl.model_verbs.offline import available_bytes, naming_models_here, readable_config, running_models
 from gateway.ctl.printing import Json, print_json, progress_bar
 from gateway.ctl.tables import duration, size
 from gateway.failed import CommandFailed
@@ -54,7 +54,8 @@ def pull(
         size = pulled.plan.total_bytes
         _print_line(size, size, path=str(pulled.path), next_step=how_to_serve(pulled.plan, pulled.path))
         return
-    pulled = download(repository, include, yes, _silent if json else typer.echo)
+    with naming_models_here():
+        pulled = download(repository, include, yes, _silent if json else typer.echo)
     if json:
         print_json(_result(pulled))
     else:

@@ -40,17 +40,20 @@ def search(
         found, offline = search_shortlist(words, available), str(error)
     listed = found if every else [model for model in found if model.is_usable][:limit]
     _show(listed, offline, json)
-    if not json and (hidden := len(found) - len(listed)):
+    hidden = len(found) - len(listed)
+    if listed and hidden and not json:
         typer.echo(f"{hidden} more cannot be used here; --all lists them with the reason", err=True)
     if not listed:
-        typer.echo(f"mlxctl: no model for {' '.join(words)} that can be used here", err=True)
+        matches = f", but {hidden} that cannot; --all lists them with the reason" if hidden else ""
+        typer.echo(f"mlxctl: no model for {' '.join(words)} can be used here{matches}", err=True)
         raise typer.Exit(1)
 
 
 def recommend(limit: Limit = 10, json: Json = False) -> None:
-    """List models that fit this machine with memory left for long prompts: those that mlxd knows, then the popular.
+    """List models that fit this machine with memory left for long prompts.
 
-    Without a network, only mlxd's own short list. Exit status 1 if no model is listed.
+    The models of mlxd's own short list come first, then the hub's most downloaded. Without a network, only the short
+    list is used. Exit status 1 if no model is listed.
 
     Example: mlxctl recommend
     """

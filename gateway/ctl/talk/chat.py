@@ -67,9 +67,10 @@ def answer(request: dict[str, Any], out: TextIO) -> str:
     shown = harmless if out.isatty() else str
     # Reasoning is shown only on a terminal; a pipe gets only the answer.
     shows_reasoning = out.isatty()
-    is_dim = False
+    is_dim = is_begun = False
     try:
         for delta in stream_chat(request):
+            is_begun = True
             if shows_reasoning and (reasoning := delta.get("reasoning_content")):
                 out.write(("" if is_dim else DIM) + shown(reasoning))
                 is_dim = True
@@ -79,10 +80,12 @@ def answer(request: dict[str, Any], out: TextIO) -> str:
                 text.append(content)
             out.flush()
     except KeyboardInterrupt:
-        pass
+        is_begun = True
     finally:
-        out.write(f"{RESET}\n" if is_dim else "\n")
-        out.flush()
+        # A request that was refused has no line to end.
+        if is_begun:
+            out.write(f"{RESET}\n" if is_dim else "\n")
+            out.flush()
     return "".join(text)
 
 

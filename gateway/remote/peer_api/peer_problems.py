@@ -39,6 +39,8 @@ def _problems_of(request: Generate) -> Iterator[str]:
         yield "adapters are served where they are loaded, and not for peers"
     if isinstance(request.prompt, EmbedPrompt | ScorePrompt | TranscribePrompt | SpeechPrompt):
         yield "peers are asked for text, not for vectors, scores or audio"
+    if request.questions:
+        yield "peers are asked for text, not for decisions"
     if len(request.stop) > STOPS_MAX or not all(0 < len(stop) <= STOP_CHARS_MAX for stop in request.stop):
         yield f"it has {len(request.stop)} stop strings, or one that is empty or too long"
     if (request.thinking_budget or 0) < 0 or (request.most_drafted or 0) < 0:
@@ -62,7 +64,7 @@ def _problems_of(request: Generate) -> Iterator[str]:
     if request.deadline_ms < 0 or len(request.resume) > RESUME_MAX:
         yield "its deadline or what it resumes is out of range"
     if not -1 <= request.truncate <= ID_MAX or not all(0 <= each <= ID_MAX for each in request.left_out or ()):
-        yield f"truncate is {request.truncate}, or what was left out is out of range"
+        yield f"truncate is {request.truncate}, or a count of left-out tokens is out of range"
     yield from _problems_of_sampling(request.sampling)
 
 

@@ -27,7 +27,7 @@ from gateway.request.record import RequestRecord, record_of
 from gateway.services import Services
 from protocol.codec import BYTES_PER_TOKEN, MAX_FRAME_BYTES, MalformedFrame, pack
 from protocol.failures import Code, Failure
-from protocol.from_worker import Accepted, Delta, Progress, Rejected, Step
+from protocol.from_worker import Accepted, Delta, Rejected, Step
 from protocol.minors import MAJOR, MINOR
 from protocol.peering import (
     GENERATE_PATH,
@@ -122,20 +122,20 @@ class GenerateForPeers:
         if model.adapter:
             raise BadRequest(f"{model.full_name!r} is an adapter: adapters are not served to peers.", "model")
         record.model, record.stream = model.name, True
-        if request.question is not None:
-            await self._answer(model, request.question, record, receive, send)
+        if request.call is not None:
+            await self._answer(model, request.call, record, receive, send)
         else:
             await self._generate(model, request.generates, record, receive, send)
 
     async def _answer(
-        self, model: ModelConfig, question: Tokenize | Detokenize, record: RequestRecord, receive: Receive, send: Send
+        self, model: ModelConfig, call: Tokenize | Detokenize, record: RequestRecord, receive: Receive, send: Send
     ) -> None:
         async with cut_off(record, receive):
             estimate = record.body_bytes / BYTES_PER_TOKEN
             answer = await serve.call_worker(
-                self._services, record, model, estimate, lambda rid: replace(question, rid=rid)
+                self._services, record, model, estimate, lambda rid: replace(call, rid=rid)
             )
-            await send_body(send, 200, frame(replace(answer, rid=question.rid)), kind=FRAMES)
+            await send_body(send, 200, frame(replace(answer, rid=call.rid)), kind=FRAMES)
 
     async def _generate(
         self, model: ModelConfig, asked: list[Generate], record: RequestRecord, receive: Receive, send: Send
@@ -212,9 +212,10 @@ class PeerStreamEncoder:
         generation = self.generation
         if generation is None or generation.progress is None or generation.record.first_token_s is not None:
             return b""
-        processed, total = generation.progress
         known = generation.cached.items()
-        return b"".join(frame(Progress(self._by_own[rid], processed, total, cached)) for rid, cached in known)
+        return b"".join(
+            frame(replace(generation.progress, rid=self._by_own[rid], cached=cached)) for rid, cached in known
+        )
 
 
 def _failure(error: ApiError) -> Failure:

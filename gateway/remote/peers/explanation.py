@@ -11,7 +11,7 @@ def explain(fleet: Fleet, model: ModelConfig | None, tokens: float) -> RouteView
     """Explain the choice for an uncached prompt of `tokens` tokens. Without a model, only list the peers."""
     nodes = fleet.nodes.items()
     if model is None:
-        places = [PlaceView(name, node.state, objection="" if node.is_up else node.state) for name, node in nodes]
+        places = [PlaceView(name, node.state, ineligibility="" if node.is_up else node.state) for name, node in nodes]
         return RouteView("", "", places)
     candidates = fleet.candidates(model, [], None)
     choice = choose([each.place for each in candidates], tokens) if candidates else None
@@ -19,7 +19,7 @@ def explain(fleet: Fleet, model: ModelConfig | None, tokens: float) -> RouteView
     places = [_choice(each, choice, cost_s(each.place, tokens, usual)) for each in candidates]
     candidate_names = {each.place.name for each in candidates}
     places += [
-        PlaceView(name, node.state, objection=_objection(node, model.name))
+        PlaceView(name, node.state, ineligibility=_ineligibility(node, model.name))
         for name, node in nodes
         if name not in candidate_names
     ]
@@ -40,7 +40,7 @@ def _choice(candidate: RouteCandidate, choice: PlacementChoice | None, cost_s: f
     )
 
 
-def _objection(node: PeerNode, name: str) -> str:
+def _ineligibility(node: PeerNode, name: str) -> str:
     """Return the reason why a peer cannot serve a model."""
     if not node.is_up:
         return node.state

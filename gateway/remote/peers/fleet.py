@@ -3,10 +3,12 @@
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
+import httpx
 import msgspec
 
 from gateway.config.settings import Config, ModelConfig, SamplingDefaults, ThinkingDefaults
@@ -38,7 +40,7 @@ UNKNOWN_LOAD_S: Final = 15.0
 # One tokenize call is tried at no more than this number of peers.
 CALL_ATTEMPTS_MAX: Final = 2
 RETRY_AFTER_S: Final = 2.0
-# This name stands for this daemon in places.
+# Name of this daemon in lists of places; peers have their own names.
 HERE: Final = ""
 
 
@@ -66,7 +68,10 @@ class Fleet:
         metrics: Metrics,
         tasks: TaskSet,
         here: Callable[[ModelConfig], CandidatePlace],
+        clock: Callable[[], float] = time.monotonic,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        self._clock, self._transport = clock, transport
         self.link = link
         self.is_closing = False
         self.nodes: dict[str, PeerNode] = {}
@@ -97,7 +102,7 @@ class Fleet:
                 nodes[name] = known
                 continue
             self._removed += [] if known is None else [known]
-            nodes[name] = PeerNode(peer, self.link.boot)
+            nodes[name] = PeerNode(peer, self.link.boot, self._clock, self._transport)
         self._removed += self.nodes.values()
         self.nodes = nodes
 
@@ -191,7 +196,7 @@ class Fleet:
     # -- places ------------------------------------------------------------------------------------------------------
 
     def candidates(self, model: ModelConfig, prefixes: list[Prefix], form: str | None) -> list[RouteCandidate]:
-        """Return the places of a model, this daemon first. All have the same form as the first place, or `form` if it
+        """Return the places of a model, this daemon first. All places have the form of the first one, or `form` if it
         is given.
         """
         candidates: list[RouteCandidate] = []
@@ -248,7 +253,9 @@ class Fleet:
         for candidate in self.candidates(model, [], None)[:CALL_ATTEMPTS_MAX]:
             stream = self.open(candidate, model.name, lambda _: None, "")
             try:
-                return await self.link.call(stream.epoch, request)
+                answer = await self.link.call(stream.epoch, request)
+                assert isinstance(answer, Tokenized)
+                return answer
             except Unsendable:
                 stream.discard()
                 raise

@@ -15,7 +15,7 @@ import httpx
 
 from gateway.config.peer_tables import read_secret
 from gateway.config.remote_settings import PeerConfig
-from gateway.remote.peers.http_client import make_client
+from gateway.remote.http_client import make_client
 from gateway.remote.peers.validation import check_model
 from protocol.codec import MalformedFrame
 from protocol.minors import MAJOR, MINOR
@@ -31,7 +31,7 @@ ACCEPT_S: Final = 2.0
 SILENCE_S: Final = 5.0
 # Time-outs are extended by the time that an upload takes at this speed.
 UPLOAD_BYTES_PER_S: Final = 4_000_000
-# An older status of a peer is ignored.
+# A peer's status that is older than this is ignored.
 STALE_S: Final = 4.0
 STATUS_BYTES_MAX: Final = 256 << 10
 MODELS_MAX: Final = 1000
@@ -56,7 +56,13 @@ class PeerDeclined(Exception):
 class PeerNode:
     """One peer. Its fleet polls it, on the fleet's event loop."""
 
-    def __init__(self, config: PeerConfig, boot: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: PeerConfig,
+        boot: int,
+        clock: Callable[[], float] = time.monotonic,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         """Set up the peer. `boot` is the number of this gateway's boot. A peer that reports the same number is this
         daemon itself.
         """
@@ -75,7 +81,7 @@ class PeerNode:
         self._paused_until = 0.0
         # Maps models to the time until which the peer gets no requests for them.
         self._blocked_until: dict[str, float] = {}
-        self._client = make_client(config.ca, SILENCE_S, CONNECT_S, config.url)
+        self._client = make_client(config.ca, SILENCE_S, CONNECT_S, config.url, transport)
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -131,7 +137,7 @@ class PeerNode:
             return False
         self.status, self._status_at = status, self._clock()
         self.unreported_tokens.clear()
-        self._set_problem(self._objection(status))
+        self._set_problem(self._problem_of(status))
         return boot is not None and boot != status.boot
 
     @asynccontextmanager
@@ -175,7 +181,7 @@ class PeerNode:
         """
         return read_secret(Path(self.config.key_file))
 
-    def _objection(self, status: PeerStatus) -> str:
+    def _problem_of(self, status: PeerStatus) -> str:
         if status.boot == self._boot:
             return "it is this daemon itself"
         if status.major != MAJOR or status.minor < MINOR:

@@ -46,7 +46,8 @@ PLACE_FAILURES: Final = frozenset(
     }
 )
 
-# A request that was answered with such a status is sent to no other peer: it is invalid, too large, or in a loop.
+# A request that a peer refused with one of these statuses is sent to no other peer: it is invalid, too large, or in a
+# loop.
 _FINAL_STATUSES: Final = (400, 413, 508)
 
 
@@ -226,7 +227,7 @@ class PeerStream:
         return delta if delta.failure is None else replace(delta, failure=self._parkable_failure(delta.failure))
 
     def _parkable_failure(self, failure: Failure) -> Failure:
-        """Return a failure of a lost worker in place of a failure of the place, so that the link parks the sequence."""
+        """Replace a failure of the peer by that of a lost worker, so that the link parks the sequence."""
         if failure.code not in PLACE_FAILURES:
             return failure
         self._failure = failure

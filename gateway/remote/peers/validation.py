@@ -48,7 +48,7 @@ def _numbers(ready: Ready) -> list[object]:
 
 
 @dataclass(slots=True)
-class _Expected:
+class _SequenceLimits:
     """Limits of one sequence, and what the peer has sent for it so far."""
 
     resumed_tokens: int
@@ -72,7 +72,7 @@ class PeerClaims:
     def __init__(self, model: PeerModel) -> None:
         ready = 0 if model.ready is None else model.ready.max_context
         self._context = max(model.context, ready) or CONTEXT_MAX
-        self._sequences: dict[int, _Expected] = {}
+        self._sequences: dict[int, _SequenceLimits] = {}
         self.calls: dict[int, int] = {}
         # Maximum size of a frame of this stream.
         self.frame_bytes = FRAME_BYTES
@@ -91,19 +91,22 @@ class PeerClaims:
             self.frame_bytes = MAX_FRAME_BYTES
         self.frame_bytes = min(self.frame_bytes, MAX_FRAME_BYTES)
         entries = 0 if request.prompt_logprobs is None else max(0, self._context - request.prompt_scored)
-        self._sequences[request.rid] = _Expected(
+        self._sequences[request.rid] = _SequenceLimits(
             resumed, max(most, resumed), chars, resumed, entries, request.prompt_logprobs or 0, request.prompt_ids
         )
         self.calls.setdefault(request.rid, _UNKNOWN_CALL if resumed else NO_CALL)
 
     def check_accepted(self, accepted: Accepted) -> None:
         _must(0 <= accepted.prompt_tokens <= self._context, "its count of the prompt is out of range")
-        _must(all(0 <= each <= NUMBER_MAX for each in accepted.left_out), "what it left out is out of range")
+        _must(
+            all(0 <= each <= NUMBER_MAX for each in accepted.left_out), "its count of left-out tokens is out of range"
+        )
 
     def check_progress(self, progress: Progress) -> None:
         total = progress.total
         _must(0 <= total <= self._context, "its progress is of more than the context")
         _must(0 <= progress.processed <= total and 0 <= progress.cached <= total, "its progress is out of range")
+        _must(0 <= progress.elapsed_ms < 1 << 53, "its progress has no time")
 
     def check(self, delta: Delta) -> None:
         """Check the next delta of the stream."""
@@ -139,7 +142,7 @@ class PeerClaims:
             _must(call in (tool.index, _UNKNOWN_CALL), "a part of a tool call comes without its beginning")
         self.calls[delta.rid] = NO_CALL if delta.kind is DeltaKind.TOOL_END else tool.index
 
-    def _check_usage(self, expected: _Expected, usage: Usage) -> None:
+    def _check_usage(self, expected: _SequenceLimits, usage: Usage) -> None:
         _must(all(0 <= value <= NUMBER_MAX for value in astuple(usage)), "a number of its usage is out of range")
         media = usage.image_tokens + usage.video_tokens + usage.audio_tokens
         _must(usage.kept <= usage.prompt, "its usage has more kept tokens than the prompt has")
@@ -151,7 +154,7 @@ class PeerClaims:
         _must(usage.reasoning <= usage.completion <= completion_max, "its usage has more tokens than came")
 
 
-def _check_prompt(expected: _Expected, delta: Delta, part: PromptPart, context: int) -> None:
+def _check_prompt(expected: _SequenceLimits, delta: Delta, part: PromptPart, context: int) -> None:
     """Check a part of the prompt. It must have been requested, be sent once, and come before any output."""
     _must(not (delta.text or delta.token_ids or delta.finish), "a part of its prompt comes with output")
     _must(bool(part.ids or part.logprobs), "an empty part of its prompt")

@@ -32,8 +32,8 @@ from gateway.errors import (
 from gateway.http.exchange import send_body
 from gateway.http.request_body import read_body
 from gateway.http.sse import StreamWatch, note_cut
-from gateway.remote.peers.upstream_client import Unreachable, UpstreamResponse
 from gateway.remote.upstreams.upstream_body import UpstreamBody, bounded_body, read_routed_fields
+from gateway.remote.upstreams.upstream_client import Unreachable, UpstreamResponse
 from gateway.request.headers import served_by_header
 from gateway.request.record import Header, RequestRecord, record_of
 from gateway.services import Services
@@ -42,6 +42,8 @@ from protocol.codec import BYTES_PER_TOKEN
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S: Final = 5.0
+# A larger event of an upstream is passed on before its end.
+EVENT_BYTES_MAX: Final = 256 * 1024
 # A request that fails with one of these codes is never sent to an upstream.
 _NO_FALLBACK_CODES: Final = frozenset({"draining", "cancelled", "body_memory_full"})
 
@@ -67,7 +69,7 @@ class UpstreamFallback:
         name, model = fields.model, self._local(fields.model, record.caller)
         owners = [upstream for upstream in services.config.upstreams.values() if name in upstream.models]
         if model is None and owners and record.caller.may_use(ModelConfig(name=name, path="")):
-            await self._forward(_Forwarding(name, body, bool(fields.stream), owners, None), scope, receive, send)
+            await self._forward(_ForwardedRequest(name, body, bool(fields.stream), owners, None), scope, receive, send)
             return
         started = _StartedSend(send)
         try:
@@ -89,16 +91,16 @@ class UpstreamFallback:
 
     def _fallback(
         self, model: ModelConfig | None, body: bytes, is_stream: bool, error: ApiError, caller: Caller
-    ) -> "_Forwarding | None":
+    ) -> "_ForwardedRequest | None":
         # Upstreams do not have the weights of this daemon's adapters.
         if model is None or model.adapter or not caller.may_leave or not _is_fallback_case(model.fallback, error):
             return None
         named = [self._services.config.upstreams[name] for name in model.fallback.to]
         owners = [upstream for upstream in named if model.name in upstream.models]
         same = [upstream for upstream in owners if upstream.dialect == self._dialect]
-        return _Forwarding(model.name, body, is_stream, same, error) if same else None
+        return _ForwardedRequest(model.name, body, is_stream, same, error) if same else None
 
-    async def _forward(self, forwarding: "_Forwarding", scope: Scope, receive: Receive, send: Send) -> None:
+    async def _forward(self, forwarding: "_ForwardedRequest", scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response of the first upstream that responds. Raises `ApiError` if none does."""
         services, record = self._services, record_of(scope)
         caller = record.caller
@@ -116,9 +118,9 @@ class UpstreamFallback:
             )
         with ExitStack() as held:
             body = await services.bodies.work(len(forwarding.body), bounded_body, forwarding.body, caller.max_tokens)
-            bill = None
+            charge = None
             if (meter := caller.meter) is not None:
-                bill = held.enter_context(meter.hold(_estimate(forwarding, body, meter), body.sequences))
+                charge = held.enter_context(meter.hold(_estimate(forwarding, body, meter), body.sequences))
             request = _UpstreamRequest(record, body.sequences)
             held.enter_context(services.requests.hold(request))
             held.enter_context(services.upstreams.running())
@@ -131,7 +133,7 @@ class UpstreamFallback:
                             await self._pass_on(forwarding, answer, record, client)
                         finally:
                             await answer.close()
-                            self._book(forwarding, body, answer, record, bill)
+                            self._book(forwarding, body, answer, record, charge)
                 except ApiError as error:
                     # A response that has started cannot be continued by another upstream.
                     if not client.is_started:
@@ -143,22 +145,22 @@ class UpstreamFallback:
 
     def _book(
         self,
-        forwarding: "_Forwarding",
+        forwarding: "_ForwardedRequest",
         body: UpstreamBody,
         answer: UpstreamResponse,
         record: RequestRecord,
-        bill: UsageCharge | None,
+        charge: UsageCharge | None,
     ) -> None:
         prompt, completion = answer.usage(len(forwarding.body), body.sequences, body.max_tokens)
         record.prompt_tokens, record.completion_tokens = prompt, completion
         # If the request started and then failed in this gateway, it was already counted.
         requests = 0 if record.is_booked else body.sequences
         self._services.ledger.book(record.caller.key or "", forwarding.name, requests, prompt, 0, completion)
-        if bill is not None:
-            bill.prompt, bill.completion = prompt, completion
+        if charge is not None:
+            charge.prompt, charge.completion = prompt, completion
 
     async def _request(
-        self, forwarding: "_Forwarding", body: UpstreamBody, upstreams: Sequence[UpstreamConfig], scope: Scope
+        self, forwarding: "_ForwardedRequest", body: UpstreamBody, upstreams: Sequence[UpstreamConfig], scope: Scope
     ) -> UpstreamResponse:
         """Return the response of the first upstream that serves the request, or else the last upstream's refusal."""
         services, record = self._services, record_of(scope)
@@ -201,7 +203,7 @@ class UpstreamFallback:
         raise Unavailable(f"The upstream of {forwarding.name} {problem}.", code="upstream_unavailable")
 
     async def _pass_on(
-        self, forwarding: "_Forwarding", answer: UpstreamResponse, record: RequestRecord, send: Send
+        self, forwarding: "_ForwardedRequest", answer: UpstreamResponse, record: RequestRecord, send: Send
     ) -> None:
         headers: list[Header] = [*answer.headers, *served_by_header(record.served_by)]
         if not answer.is_stream:
@@ -216,8 +218,8 @@ class UpstreamFallback:
         start = [(b"content-type", answer.kind.encode()), *headers]
         await send({"type": "http.response.start", "status": answer.status, "headers": start})
         try:
-            async for piece in answer.pieces():
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            async for events in whole_events(answer.pieces()):
+                await send({"type": "http.response.body", "body": events, "more_body": True})
         except Unreachable as error:
             raise Unavailable(f"The upstream of {forwarding.name} broke off.", RETRY_AFTER_S, error.reason) from None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -228,8 +230,24 @@ class UpstreamFallback:
         return b"\n\ndata: " + openai_body(error) + b"\n\n"
 
 
+async def whole_events(pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """Yield the pieces of a stream so that each ends with an event, except for the last piece and very large events.
+
+    If the stream breaks off, clients thus get no part of an event, which they could not parse, before the error.
+    """
+    held = b""
+    async for piece in pieces:
+        held += piece
+        end = max(held.rfind(mark) + len(mark) if mark in held else 0 for mark in (b"\n\n", b"\r\n\r\n"))
+        if end := end or (len(held) if len(held) > EVENT_BYTES_MAX else 0):
+            yield held[:end]
+            held = held[end:]
+    if held:
+        yield held
+
+
 @dataclass(frozen=True, slots=True)
-class _Forwarding:
+class _ForwardedRequest:
     """Request for upstreams. `error` is why this daemon could not serve it; None if only upstreams have the model."""
 
     name: str
@@ -272,6 +290,7 @@ class _UpstreamRequest:
 
     state = "upstream"
     prompt_tokens = cached_tokens = prefilled_tokens = generated_tokens = 0
+    prefill_left_s = None
 
     def __init__(self, record: RequestRecord, sequences: int) -> None:
         self.record = record
@@ -314,7 +333,7 @@ def _is_fallback_case(fallback: FallbackConfig, error: ApiError) -> bool:
     return any(kinds[when] for when in fallback.when)
 
 
-def _estimate(forwarding: _Forwarding, body: UpstreamBody, meter: Meter) -> float:
+def _estimate(forwarding: _ForwardedRequest, body: UpstreamBody, meter: Meter) -> float:
     """Return the estimated tokens to charge."""
     return len(forwarding.body) / BYTES_PER_TOKEN + body.sequences * meter.expected(body.max_tokens)
 

@@ -76,6 +76,8 @@ def bounded_body(body: bytes, tokens_max: int) -> UpstreamBody:
         cost, fields = _cost_fields.decode(body), _fields.decode(body)
     except UNREADABLE as error:
         raise BadRequest(f"The body is not valid: {error}.") from None
+    # Other servers refuse mlxd's own field for extras of the answer.
+    fields.pop("x_mlxd", None)
     limits = {name: limit for name in _LIMITS if (limit := getattr(cost, name)) is not None}
     if not limits and cost.prompt is not None:
         limits = {"max_tokens": _COMPLETION_TOKENS}

@@ -4,14 +4,14 @@ import "./theme.js";
 import { h, render } from "./vendor/preact.js";
 import { refreshList } from "./chat/conversations.js";
 import { refreshModels } from "./server/models.js";
-import { logIn, refreshMe } from "./server/session.js";
+import { followVisitor, logIn } from "./server/session.js";
 import { Shell } from "./shell.js";
 
 const root = document.getElementById("root");
 if (root === null) throw new Error("index.html has no element with the id root");
 root.replaceChildren();
 await logIn();
-refreshMe();
+followVisitor();
 refreshModels();
 refreshList();
 render(h(Shell, null), root);

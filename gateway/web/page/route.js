@@ -2,7 +2,7 @@
 
 import { signal } from "./vendor/preact.js";
 
-export const PAGES = /** @type {const} */ (["chat", "models", "requests", "keys", "logs", "settings"]);
+export const PAGES = /** @type {const} */ (["chat", "decide", "models", "requests", "keys", "logs", "settings"]);
 
 /** @returns {{page: string, id: string}} */
 function read() {

@@ -3,6 +3,7 @@
 import { html, useEffect, useState } from "./vendor/preact.js";
 import { saveFailure } from "./chat/conversations.js";
 import { Chat } from "./chat/view.js";
+import { Decide } from "./decide/view.js";
 import { Dialog } from "./parts/dialog.js";
 import { Icon } from "./parts/icons.js";
 import { Notices } from "./parts/notice.js";
@@ -29,7 +30,7 @@ export function Shell() {
   return html`<a class="skip" href="#main" onClick=${skip}>${t.skip}</a>
     <${Bar} page=${page} />
     <${Banners} />
-    <div class="page">${wantsKey.value ? html`<${KeyForm} />` : page === "chat" ? html`<${Chat} />` : html`<${Dashboard} page=${page} />`}</div>
+    <div class="page">${wantsKey.value ? html`<${KeyForm} />` : page === "chat" ? html`<${Chat} />` : page === "decide" ? html`<${Decide} />` : html`<${Dashboard} page=${page} />`}</div>
     <${Notices} /><${Dialog} />`;
 }
 

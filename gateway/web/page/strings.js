@@ -23,7 +23,11 @@ const EFFORTS = { "": "Auto (the server's)", off: "Off", low: "Low", medium: "Me
 /** @type {Record<string, string>} */
 const THEMES = { auto: "Theme: as the system", light: "Theme: light", dark: "Theme: dark" };
 /** @type {Record<string, string>} */
-const PAGES = { chat: "Chat", models: "Models", requests: "Requests", keys: "Keys", logs: "Logs", settings: "Settings" };
+const PAGES = { chat: "Chat", decide: "Decide", models: "Models", requests: "Requests", keys: "Keys", logs: "Logs", settings: "Settings" };
+/** @type {Record<string, string>} */
+const QUESTION_KINDS = { predicate: "Yes or no", choice: "Choice", score: "Score" };
+/** @type {Record<string, string>} */
+const QUESTION_EXAMPLES = { predicate: "Does the customer want money back?", choice: "Which team is this for?", score: "How angry is the customer?" };
 /** @type {Record<string, string>} */
 const CHARTS = { tokens_per_s: "Generated tokens/s", prompt_tokens_per_s: "Prompt tokens/s", running: "Running requests", footprint_bytes: "Memory" };
 /** @type {Record<string, string>} */
@@ -48,6 +52,26 @@ export const t = {
   theme: (/** @type {string} */ theme) => THEMES[theme] ?? "",
   status: (/** @type {number} */ status) => STATUS[status] ?? `mlxd answered with the status ${status}.`,
   state: (/** @type {string} */ state) => STATES[state] ?? state,
+
+  decide: "Decide",
+  deciding: "Deciding …",
+  decideText: "Questions about a text, each answered by the probabilities of its options. Nothing is generated, and no question sees another.",
+  decideInput: "Text",
+  decideInputExample: "I was charged twice, please refund me.",
+  questionNumber: (/** @type {number} */ number) => `Question ${number}`,
+  questionKind: "Kind",
+  questionKinds: QUESTION_KINDS,
+  questionLabel: "Question",
+  questionExamples: QUESTION_EXAMPLES,
+  optionLines: "Options, one a line",
+  levelLines: "Levels, one a line, the lowest first",
+  addQuestion: "Add a question",
+  removeQuestion: "Remove",
+  questionRefused: "This question does not fit the model's context.",
+  yes: "Yes",
+  no: "No",
+  confidence: (/** @type {number} */ value) => `confidence ${value.toFixed(2)}`,
+  percent: (/** @type {number} */ share) => `${(share * 100).toFixed(1)} %`,
 
   noAnswer: "mlxd does not answer. It may be restarting; this page keeps trying.",
   brokenAnswer: "mlxd gave an answer that this page does not understand.",
@@ -95,6 +119,12 @@ export const t = {
   welcomeText: "Models answer from this machine. What you write stays between it and this browser.",
   welcomeNoModel: "There is no model yet. Get one on the page Models, or with: mlxctl run",
   examples: ["Explain how a hash map works, with a small example", "Write a haiku about unified memory", "What is the capital of France?"],
+  // What the demo can answer: a test asks it.
+  demoExamples: ["What can you do?", "What is 17 plus 25?", "How do I use a real model?"],
+  firstModels: "Get a model of your own",
+  firstModelsText: "Only the small demos of mlxd are here. These fit this machine; each stays on its disk.",
+  firstModelsLogIn: "Only the small demos of mlxd are here. For a real model, open the page with this command, or see mlxctl recommend:",
+  noModelFits: "No model of mlxd's list fits this machine now. The page Models searches for others.",
   messages: "Messages",
   you: "You",
   assistant: "Assistant",
@@ -104,13 +134,13 @@ export const t = {
   stop: "Stop",
   sendKey: "⏎ send · ⇧⏎ line",
   stopKey: "Esc stop",
-  attachAny: "Attach images or text files",
-  attachText: "Attach text files; this model sees no images",
+  attachAny: "Attach images, PDFs or text files",
+  attachText: "Attach PDFs or text files; this model sees no images",
   detach: (/** @type {string} */ name) => `Remove ${name}`,
   seesNoImages: (/** @type {string} */ name) => `${name}: this model sees no images.`,
   unknownImage: (/** @type {string} */ name) => `${name}: only PNG, JPEG, WebP and GIF are taken.`,
-  tooLarge: (/** @type {string} */ name) => `${name} is too large: images may have 20 MiB, text files 1 MiB.`,
-  notText: (/** @type {string} */ name) => `${name} is neither text nor an image.`,
+  tooLarge: (/** @type {string} */ name) => `${name} is too large: images and PDFs may have 20 MiB, text files 1 MiB.`,
+  notText: (/** @type {string} */ name) => `${name} is neither text nor an image nor a PDF.`,
   contextUsed: "Tokens of this conversation, and of the model's context",
   toEnd: "To the end",
 
@@ -130,6 +160,9 @@ export const t = {
   perSecond: (/** @type {string} */ rate) => `${rate} tok/s`,
   firstAfter: (/** @type {string} */ time) => `first after ${time}`,
   promptTokens: (/** @type {string} */ prompt, /** @type {string} */ cached) => `Prompt: ${prompt} tokens, ${cached} of them from the cache`,
+  /** @type {Record<string, string>} */
+  phases: { load_ms: "Waited for the model", queue_ms: "Waited in the worker", prefill_ms: "Read the prompt", decode_ms: "Wrote the answer", paused_ms: "Stood still", rested_ms: "Throttled" },
+  why: "Why this long?",
   giveResult: "Result, as the tool would give it",
   sendResult: "Send the result",
 
@@ -184,7 +217,7 @@ export const t = {
   dropKeyTitle: "Forget this key",
   codeRefused: "This link has been used or is too old. Make a new one with: mlxctl ui",
   adminOnly: "This page administers mlxd. Its owner opens it on the machine itself, with",
-  adminHow: "The command opens the page with a link that is valid once, for a minute. No API key administers.",
+  adminHow: "The command opens the page with a link that is valid once, for a minute. API keys cannot change settings, not even admin keys.",
   adminOff: "Administration by this page is switched off in the configuration: [ui] admin.",
   ownUsage: (/** @type {string} */ key) => `Usage of ${key}`,
   usage: (/** @type {number} */ requests, /** @type {number} */ prompt, /** @type {number} */ completion) =>
@@ -203,6 +236,7 @@ export const t = {
   pinned: "pinned",
   lastFailure: "Last failure",
   ofBytes: (/** @type {string} */ part, /** @type {string} */ whole) => `${part} / ${whole}`,
+  memoryTitle: "Used by the model's process / granted to the model",
   fact: { memory: "Memory", kv: "KV cache", running: "Running", speed: "Speed", cached: "Cached prompt", context: "Context", restarts: "Restarts" },
   pulls: "Downloads",
   pull: "Pull",
@@ -251,7 +285,7 @@ export const t = {
   responseBody: "Response",
   apiKeys: "API keys",
   newKeyTitle: "New key",
-  keysOpen: "There has never been a key: every program of this machine may use mlxd. The first key closes it for all that have none.",
+  keysOpen: "No keys yet: any program on this computer can use mlxd. Once you create one, every request needs a key.",
   keysNone: "There is no key: every request without a session is refused.",
   keyQuestion: (/** @type {string} */ verb, /** @type {string} */ name) => `${KEY_VERBS[verb]} ${name}?`,
   keyText: (/** @type {string} */ verb) => (verb === "rotate" ? "It gets a new secret. The old one is refused at once." : "Its secret is refused at once, for good."),
@@ -282,7 +316,7 @@ export const t = {
   address: "Address",
   connect: "Connect a client",
   connectText: "The base URL for OpenAI's clients; Anthropic's leave out /v1.",
-  connectHow: (/** @type {string} */ client) => `To write it into the client's own files: mlxctl connect ${client} --write`,
+  connectHow: (/** @type {string} */ client) => `To write it into the client's own files: mlxctl connect ${client} --write (--undo takes it back).`,
   client: "Client",
   thenStart: "Then:",
   configuration: "Configuration",

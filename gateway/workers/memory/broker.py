@@ -32,13 +32,14 @@ from protocol.to_worker import SetMemory
 log = logging.getLogger(__name__)
 
 _WITHOUT_PROCESS: Final = frozenset({State.STOPPED, State.BACKOFF, State.FAILED, State.INCOMPATIBLE})
-# The next load waits until this fraction of an ended process's memory is free, or until RETURN_DEADLINE_S has passed.
+# A load waits until the system reports this fraction of an ended process's memory as free, or until RETURN_DEADLINE_S
+# has passed.
 RETURNED_PART: Final = 0.95
 RETURN_DEADLINE_S: Final = 2.0
 RETURN_POLL_S: Final = 0.02
 SHRINK_DEADLINE_S: Final = 5.0
 ROOM_POLL_S: Final = 0.05
-# Lower bound of the configured residency: requests that waited for a model must reach it before its eviction.
+# Lower bound of the configured residency, so that requests that waited for a model reach it before its eviction.
 RESIDENCY_MIN_S: Final = 0.5
 FAULT_PAUSE_S: Final = 1.0
 
@@ -107,6 +108,18 @@ class Broker:
                 del self._pending[name]
             self._changed.set()
 
+    async def fits(self, name: str) -> bool:
+        """Whether a model could be loaded now without unloading another one, or can never be loaded."""
+        model = self._models.get(name)
+        if model is None:
+            return True
+        need = await asyncio.to_thread(self._need_here, model)
+        if self._pending:
+            return False
+        claim = policy.LoadClaim(name, need.least, need.floor, need.most)
+        made = policy.plan([claim], self._snapshot(), self._eviction_terms(), self.clock())
+        return bool(made.grants or made.shrinks or made.infeasible) and not (made.evictions or made.gated)
+
     def on_state(self, name: str, state: State) -> None:
         """Update a worker's grant after a change of its state."""
         now = self.clock()
@@ -131,8 +144,9 @@ class Broker:
         self.allocations[name] = self._new_allocation(name, share, need)
 
     def _need_here(self, model: ModelConfig) -> Need:
-        """Estimate the memory of a model's processes on this machine; in a group, these are all local ranks. Reads
-        files."""
+        """Estimate the memory of a model's processes on this machine, which are all local ranks of a group. Reads
+        files.
+        """
         profile, group = self._times.of(model.name, model.path), model.group
         need = estimate(model, self.budget, profile.load if profile is not None else None)
         if not group.ranks:
@@ -354,8 +368,9 @@ class Broker:
             allocation.shrinking_to, allocation.shrink_ends = share, now + SHRINK_DEADLINE_S
 
     def _end_shrinking(self, allocation: Allocation, now: float) -> None:
-        """Once the worker has shrunk, lower its share to the ordered size; at the deadline, to the size that it has
-        reached."""
+        """Lower a share once the worker has shrunk to the ordered size. At the deadline, lower it to the size that the
+        worker has reached.
+        """
         target = allocation.shrinking_to
         if target is None:
             return
@@ -380,7 +395,7 @@ class Broker:
     # -- memory of ended processes -----------------------------------------------------------------------------------
 
     def _check_returns(self, now: float) -> None:
-        """Stop counting the memory of ended processes that is free again, or whose deadline has passed."""
+        """Stop counting memory of ended processes once it is free again or its deadline has passed."""
         for each in list(self._returns):
             left = self.machine.unreturned(each.pid, each.footprint, each.available)
             part = 1.0 if each.footprint == 0 else 1 - left / each.footprint

@@ -10,11 +10,12 @@ from protocol.kinds import AUDIO, EMBED, RERANK, SPEAKERS, audio_family
 from protocol.timing_profile import LoadFacts
 from protocol.transcript import MAX_CLIP_BYTES, MIN_CLIP_BYTES
 
-# A model's usual grant has KV for a context of COMFORT_TOKENS; with less than LEAST_TOKENS a model is of no use.
+# A model's usual grant has KV for a context of COMFORT_TOKENS. A grant for less than LEAST_TOKENS is not made, because
+# such a model is of no use.
 COMFORT_TOKENS: Final = 32_768
 LEAST_TOKENS: Final = 1024
-# If a model's KV size cannot be computed, it is taken as the weights divided by UNKNOWN_KV_DIVISOR, and at least
-# UNKNOWN_KV_BYTES.
+# Used if the size of a model's KV cannot be computed: it is estimated as the weights divided by UNKNOWN_KV_DIVISOR, and
+# at least UNKNOWN_KV_BYTES.
 UNKNOWN_KV_DIVISOR: Final = 8
 UNKNOWN_KV_BYTES: Final = 64 * MIB
 # Kinds of models without KV. A forward pass of such a model is assumed to take the weights divided by PASS_DIVISOR, and
@@ -54,8 +55,8 @@ def portion(need: Need, part: float, processes: int) -> Need:
 def estimate(model: ModelConfig, loan_max: int, load: LoadFacts | None = None) -> Need:
     """Estimate the memory that `model` needs; `loan_max` is the largest possible loan. Unreadable files count as empty.
 
-    `load` has measurements of the model's newest load, used for KV that cannot be computed from the files, and for a
-    process that was larger than estimated.
+    `load` has measurements of the model's newest load. They are used for KV that cannot be computed from the files, and
+    if the process was larger than estimated.
     """
     info, draft = _info(model, model.path), _info(model, model.draft) if model.draft else None
     weights = 0 if info is None else info.weights_bytes
@@ -66,7 +67,7 @@ def estimate(model: ModelConfig, loan_max: int, load: LoadFacts | None = None) -
         fixed = max(fixed, load.footprint_bytes - load.weights_bytes + weights)
     cache = model.cache.ram_bytes
     if model.memory_bytes != "auto":
-        # The operator's setting limits the worker, whatever the estimate.
+        # The worker keeps to the operator's setting, so the estimate does not matter.
         least = max(model.memory_bytes, weights)
         return Need(weights, least, least, least)
     kind = _kind(model, info)
@@ -91,7 +92,7 @@ def _info(model: ModelConfig, path: str) -> ModelMetadata | None:
         cache = -1 if model.expert_cache_bytes == "auto" else model.expert_cache_bytes
         return inspect(find(path), model.dtype, model.context, 0, 0 if is_draft else model.kv_bits or 0, cache)
     except (Unreadable, OSError, ValueError, TypeError, KeyError, ArithmeticError):
-        # The model's worker reports this error. Other models must not be affected.
+        # The model's worker will report the unreadable files. Other models must not be affected.
         return None
 
 
@@ -102,7 +103,9 @@ def _kind(model: ModelConfig, info: ModelMetadata | None) -> str:
 
 
 def _transcribes(model: ModelConfig, info: ModelMetadata | None) -> bool:
-    """Whether an audio model may transcribe, which needs memory for clips. A model of an unknown family may."""
+    """Whether an audio model may transcribe, which needs memory for clips. A model of an unknown family counts as one
+    that may.
+    """
     return audio_family({"model_type": info.model_type if info is not None else ""}, model.path) not in SPEAKERS
 
 

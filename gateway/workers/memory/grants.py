@@ -13,8 +13,8 @@ class PendingGrant:
     """Memory grant that a worker waits for. Owned by the broker."""
 
     name: str
-    # Serial number by which grants are ordered by arrival. It is taken before the model's files are read, which takes
-    # time.
+    # Serial number that orders grants by arrival. It is taken before the model's files are read, because reading may
+    # take longer for an earlier request.
     number: int
     since: float
     need: Need

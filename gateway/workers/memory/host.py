@@ -80,7 +80,7 @@ class ThisMachine:
 
     def unreturned(self, pid: int, footprint: int, available_before: int) -> int:
         if sys.platform == "darwin":
-            # Wired memory of a killed process may be freed after its exit.
+            # The freed bytes are measured, because wired memory of a killed process may be freed after its exit.
             return max(0, footprint - max(0, self.available() - available_before))
         return self.footprint(pid)
 

@@ -5,7 +5,7 @@ Invariants of every plan:
 - Grants never exceed the budget. The memory of an ended process counts until its return is measured.
 - A model is not evicted while it is busy or pinned, or within its minimum residency. After that time the gate of a
   busy model may be closed: running requests finish, new requests wait, and the model becomes idle.
-- The oldest claim is served first. A later claim is served before it only with memory that it could not use.
+- The oldest claim is served first. Until then, a later claim gets only memory that the oldest claim could not use.
 - Loans beyond a model's floor are taken back before any model is evicted.
 """
 
@@ -31,7 +31,9 @@ class LoadClaim:
 
 @dataclass(frozen=True, slots=True)
 class ModelSnapshot:
-    """Model that has memory. It needs `floor` of its `share`; the rest is a loan. Times are monotonic seconds."""
+    """Model that has memory: `floor` bytes of its `share` are its own, and the rest is a loan. Times are monotonic
+    seconds.
+    """
 
     name: str
     share: int
@@ -115,7 +117,7 @@ def plan(claims: Sequence[LoadClaim], models: Sequence[ModelSnapshot], terms: Ev
             free -= share
             places -= 1
         elif is_first:
-            # Later claims may use only memory that this claim could not use.
+            # Later claims may use only memory that this claim cannot use.
             promised = _make_room(floor - free, 1 - places, models, terms, now, plan)
             free -= max(0, floor - promised)
             places -= 1
@@ -137,7 +139,7 @@ def relieve(models: Sequence[ModelSnapshot], terms: EvictionTerms, now: float) -
 
 
 def _floor(claim: LoadClaim, models: Sequence[ModelSnapshot], terms: EvictionTerms) -> int:
-    """Return the floor of a claim, lowered to the memory that the model can have at all."""
+    """Return the floor of a claim, but at most the memory that its model can ever get."""
     return min(claim.floor, max(claim.least, _cap(models, terms)))
 
 
@@ -225,7 +227,7 @@ def _victims(
         chosen.append(model)
     if not _is_enough(chosen, kept, missing, places):
         return []
-    # The models chosen later may make an earlier one unnecessary.
+    # Models that were chosen later may make an earlier choice unnecessary.
     for model in list(chosen):
         rest = [each for each in chosen if each is not model]
         if _is_enough(rest, kept, missing, places):

@@ -53,7 +53,8 @@ class Pressure:
         before = self.level
         if is_short or footprint > share * (1 + TOLERANCE):
             self._relaxed_since = None
-            # New requests are refused only if the machine is short: a worker slightly above its share may stay there.
+            # Only a machine that is short of memory makes a worker refuse new requests: a worker slightly above its
+            # share may stay there.
             most = len(MEASURES) - 1 if is_short else len(MEASURES) - 2
             if self.level < most and now - self._changed_at >= self.limits.squeeze_s:
                 self.level += 1

@@ -3,14 +3,16 @@
 import asyncio
 import logging
 import random
+import signal
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from gateway.config.settings import Config, ModelConfig
 from gateway.config.worker_spec import loads_alike, worker_spec
+from gateway.disk import SYSTEM_DISK, Disk
 from gateway.link.link import WorkerLink
 from gateway.model_files.known_times import KnownTimes
 from gateway.workers.memory.broker import Broker
@@ -31,7 +33,7 @@ from protocol.timing_profile import profiles_dir
 log = logging.getLogger(__name__)
 
 RELEASE_POLL_S = 0.02
-# Seconds that workers have to end their requests when the daemon must stop at once.
+# Seconds after which `stop_now` kills workers that have not stopped.
 _KILL_S = 2.0
 _HANDED_OVER = Failure(Code.DRAINING, "the server is being restarted")
 
@@ -49,10 +51,13 @@ class Pool:
         limits: WorkerLimits | None = None,
         machine: HostMemory | None = None,
         make_processes: Callable[[Registry], ProcessTable] | None = None,
+        disk: Disk = SYSTEM_DISK,
         clock: Callable[[], float] = time.monotonic,
         random: Callable[[], float] = random.random,
     ) -> None:
-        """`command` is for processes of this machine; `make_processes` replaces these."""
+        """`command` starts a worker on this machine. `make_processes` replaces the processes of this machine, for
+        example by simulated ones.
+        """
         self._config = config
         self._link = link
         self._events = events
@@ -62,11 +67,12 @@ class Pool:
             return Spawner(config.home, registry, command)
 
         self._make_processes = make_processes or spawner
+        self._disk = disk
         self._clock, self._random = clock, random
         # Workers of removed models stay until they have stopped.
         self._workers: dict[str, Worker] = {}
         self._removed: set[str] = set()
-        # Models whose worker from the earlier gateway has another version: it is stopped at the start, and the model is
+        # Models whose worker of an earlier gateway cannot be adopted: it is stopped at the start, and the model is
         # loaded again.
         self._reloaded: set[str] = set()
         self._runs: dict[str, asyncio.Task[None]] = {}
@@ -74,22 +80,30 @@ class Pool:
         self._broker = Broker(
             config, self._workers, link, events, machine or ThisMachine(), self._limits, self.times, clock
         )
+        # Called with the name of a worker and its new state.
+        self.on_state: Callable[[str, State], None] | None = None
         self._effects: Effects | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._is_started = asyncio.Event()
         self._root: asyncio.Task[None] | None = None
+        # Workers of an earlier gateway that are not adopted, and the task that stops them.
+        self._unwanted: list[WorkerPort] = []
+        self._orphans: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Bind the link, adopt or stop the workers of an earlier gateway, and begin to preload models.
 
-        The caller must hold the run directory's lock. Loads, unlike adoptions, wait for the exits of the stopped
-        workers.
+        The caller must hold the run directory's lock. Adoptions do not wait for the exits of the stopped workers, but
+        loads do.
         """
-        registry = Registry(self._config.run_dir)
+        registry = Registry(self._config.run_dir, self._disk)
         processes = self._make_processes(registry)
         self._effects = Effects(
+            self._link,
+            self._events,
+            self._limits,
             self._broker.admit,
-            self._broker.on_state,
+            self._on_state,
             processes.spawn,
             registry.next_epoch,
             self._clock,
@@ -97,12 +111,16 @@ class Pool:
         )
         for model in self._config.models.values():
             self._workers[model.name] = self._make(model, self._effects)
-        unwanted = [
-            survivor for survivor in registry.survivors(processes.mismatch) if not self._adopt(survivor, processes)
-        ]
+        survivors = registry.survivors(processes.mismatch, processes.running())
+        self._unwanted = [processes.adopt(survivor) for survivor in survivors if not self._adopt(survivor, processes)]
         self._link.open()
-        self._root = asyncio.create_task(self._run([processes.adopt(survivor) for survivor in unwanted]))
+        self._root = asyncio.create_task(self._run())
         await self._is_started.wait()
+
+    def _on_state(self, name: str, state: State) -> None:
+        self._broker.on_state(name, state)
+        if self.on_state is not None:
+            self.on_state(name, state)
 
     def _adopt(self, survivor: Survivor, processes: ProcessTable) -> bool:
         """Adopt an earlier gateway's worker. Return False if the worker must be stopped instead."""
@@ -133,6 +151,8 @@ class Pool:
             for worker in self._workers.values():
                 tasks.create_task(worker.stop(deadline_s, is_closing=True))
         if self._root is not None:
+            if self._orphans is not None:
+                await asyncio.wait([self._orphans])
             self._root.cancel()
             await asyncio.wait([self._root])
         self._link.close()
@@ -147,6 +167,8 @@ class Pool:
         if self._root is not None:
             self._root.cancel()
             await asyncio.wait([self._root])
+        # Requests that waited for a worker may have begun on it meanwhile.
+        self._link.abandon(_HANDED_OVER)
         self._link.close()
 
     async def stop_now(self) -> None:
@@ -156,15 +178,22 @@ class Pool:
             async with asyncio.TaskGroup() as tasks:
                 for worker in self._workers.values():
                     tasks.create_task(worker.stop(0.0, is_closing=True))
+            if self._orphans is not None:
+                await asyncio.wait([self._orphans])
         finally:
             kill.cancel()
 
     async def ensure_ready(self, model: str) -> WorkerHandle:
-        """Return the worker of `model` once it is loaded, at once if it is already. Raises `ModelUnavailable`."""
+        """Return the worker of `model`, waiting until the model is loaded. Raises `ModelUnavailable`."""
         worker = self._configured(model)
         if not worker.is_ready:
             await worker.ensure_ready()
         return worker
+
+    async def fits(self, model: str) -> bool:
+        """Whether the model is loaded, or could be without unloading another one."""
+        worker = self._workers.get(model)
+        return worker is None or worker.is_resident or await self._broker.fits(model)
 
     def lease(self, model: str) -> AbstractContextManager[None]:
         """Keep the model busy, from before `ensure_ready` to the end of the request."""
@@ -237,7 +266,9 @@ class Pool:
         return list(self._workers.values())
 
     def load_left_s(self, model: str) -> float:
-        """Estimate the seconds until a model is ready from its newest loads; 0 if it is ready or was never loaded."""
+        """Estimate the seconds until a model is ready, from how long its newest loads took. Returns 0 if it is ready or
+        was never loaded.
+        """
         worker = self._workers.get(model)
         if worker is None or worker.state is State.READY:
             return 0.0
@@ -249,14 +280,15 @@ class Pool:
         """Return the worker of a model, or None if it is not configured."""
         return self._workers.get(model)
 
-    async def _run(self, unwanted: Sequence[WorkerPort]) -> None:
+    async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             for worker in self._workers.values():
                 self._runs[worker.name] = tasks.create_task(worker.run())
             # The link shuts down unknown workers, so adopted ones must be attached before it runs.
             tasks.create_task(self._link.run())
-            tasks.create_task(self._grant_memory(unwanted))
+            self._orphans = tasks.create_task(stop_orphans(self._unwanted))
+            tasks.create_task(self._grant_memory(self._orphans))
             tasks.create_task(MemoryWatch(self._broker, self._events, self._limits).run())
             # Pinned models are loaded first, and otherwise in the order of the configuration.
             for worker in sorted(self._workers.values(), key=lambda worker: not self.is_pinned(worker.name)):
@@ -315,24 +347,18 @@ class Pool:
         return self._tasks.create_task(work)
 
     def _make(self, model: ModelConfig, effects: Effects) -> Worker:
-        return Worker(
-            self._spec(model),
-            effects=effects,
-            link=self._link,
-            events=self._events,
-            limits=self._limits,
-            load_timeout_s=model.load_timeout_s,
-            is_preload=model.preload,
-        )
+        return Worker(self._spec(model), effects, load_timeout_s=model.load_timeout_s, is_preload=model.preload)
 
-    async def _grant_memory(self, unwanted: Sequence[WorkerPort]) -> None:
+    async def _grant_memory(self, orphans: asyncio.Task[None]) -> None:
         """Start to grant memory after the unwanted workers of an earlier gateway have exited."""
-        await stop_orphans(unwanted)
+        await orphans
         await self._broker.run()
 
     def _kill(self) -> None:
         for worker in self._workers.values():
             worker.kill()
+        for process in self._unwanted:
+            process.signal(signal.SIGKILL)
 
     def _spec(self, model: ModelConfig, config: Config | None = None) -> WorkerSpec:
         return worker_spec(config or self._config, model, self._link.down, self._link.up)

@@ -1,4 +1,5 @@
-"""Pace of workers while a person uses this machine: short GPU submissions, and pauses for the display.
+"""Pace of workers while a person uses this machine: short GPU submissions, and pauses for the display. On battery no
+idle model is kept warm.
 
 On a Mac the system's tools detect use; this was not tested on a Mac. On other systems the operator sets the mode.
 """
@@ -11,6 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
+
+from msgspec.structs import replace
 
 from gateway.config.settings import CAN_SEE_DESKTOP, Desktop
 from gateway.workers.supervisor.handle import WorkerHandle
@@ -31,7 +34,8 @@ AWAY_S: Final = 60.0
 DUTY: Final = 0.8
 # Fraction of the time in which models may compute while the machine is in use on battery.
 BATTERY_DUTY: Final = 0.6
-# Upper limit of the computing time's fraction by thermal state, even while the machine is not in use.
+# Maximum fraction of the time in which models may compute, by thermal state. It also applies while the machine is not
+# in use.
 HOT_DUTY: Final[dict[Thermal, float]] = {"nominal": 1.0, "serious": 0.7, "critical": 0.5}
 # Maximum duration of a tick with prefill while the machine is in use.
 TICK_MS: Final = 60
@@ -99,6 +103,11 @@ class DesktopProbe:
         return DesktopState(idle_s, display_on, self._on_battery, self._thermal)
 
 
+def is_on_battery(run: Run) -> bool:
+    """Whether the machine runs on battery. Blocks for some milliseconds; False on systems without `pmset`."""
+    return CAN_SEE_DESKTOP and "'Battery Power'" in run(_BATTERY)
+
+
 def idle_of(output: str) -> float:
     """Parse the seconds since the newest input from `ioreg -c IOHIDSystem`, which prints nanoseconds."""
     match = _IDLE.search(output)
@@ -153,10 +162,13 @@ class DesktopWatch:
     async def update(self) -> None:
         mode, now = self._mode(), self._clock()
         workers = [worker for worker in self._workers() if worker.state is State.READY]
-        if self._probe is not None and mode is not False and workers and now - self._read_at >= INPUT_INTERVAL_S:
+        warm = {worker.name for worker in workers if worker.spec.keep_warm_s}
+        is_needed = bool(warm) if mode is False else bool(workers)
+        if self._probe is not None and is_needed and now - self._read_at >= INPUT_INTERVAL_S:
             self._read_at = now
             self._state = await asyncio.to_thread(self._probe.read)
         command = pace(mode, self._state)
+        may_keep_warm = self._state is None or not self._state.on_battery
         if command.duty != self.duty:
             log.info("workers compute for %.0f %% of the time", 100 * command.duty)
         self.duty = command.duty
@@ -166,8 +178,9 @@ class DesktopWatch:
             epoch, sent = self._sent.get(worker.name, (0, FULL))
             if epoch == worker.epoch:
                 before = sent
-            if before != command and worker.incarnation.minor >= SET_PACE_MINOR and worker.incarnation.send(command):
-                self._sent[worker.name] = worker.epoch, command
+            own = command if may_keep_warm or worker.name not in warm else replace(command, may_keep_warm=False)
+            if before != own and worker.incarnation.minor >= SET_PACE_MINOR and worker.incarnation.send(own):
+                self._sent[worker.name] = worker.epoch, own
 
 
 def run_tool(command: Sequence[str]) -> str:

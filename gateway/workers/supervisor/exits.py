@@ -23,7 +23,7 @@ CODES: Final[dict[int | None, Code]] = {
     ExitStatus.INCOMPATIBLE: Code.INCOMPATIBLE,
     ExitStatus.OUT_OF_MEMORY: Code.OUT_OF_MEMORY,
 }
-# Failure codes that mean a final exit of a worker whose exit status cannot be read.
+# Codes of final failures. They decide whether an exit is final if the worker's exit status cannot be read.
 _FINAL_CODES: Final = frozenset(
     {Code.BAD_CONFIG, Code.MODEL_MISSING, Code.MODEL_CORRUPT, Code.MODEL_UNSUPPORTED, Code.INCOMPATIBLE}
 )
@@ -33,7 +33,9 @@ _LOGGED_LINES: Final = 20
 
 
 class Cause(Enum):
-    """Cause of an exit, derived from the command that ended the worker, its exit status and its last message."""
+    """Cause of an exit. It is derived from the command that ended the worker, from the exit status and from the
+    worker's last message.
+    """
 
     # The gateway ended the worker: UNLOADED to unload its model or shut down, REPLACED to replace it or to make room.
     UNLOADED = auto()
@@ -64,7 +66,7 @@ class ExitRule:
 
     sequences: SequenceAction
     next: State
-    # Action if the worker had not been ready; a failed load is never the fault of a request.
+    # Action if the worker had not been ready. No request can have caused a failed load.
     while_loading: SequenceAction = SequenceAction.RESUME
 
 

@@ -6,14 +6,12 @@ from collections.abc import Callable
 from functools import partial
 
 from gateway.link.failover import ParkedSequences
-from gateway.link.link import WorkerLink
 from gateway.workers.supervisor import inbox
 from gateway.workers.supervisor.inbox import CommandKind, EventKind, Waiter, Waiters, WorkerInbox
 from gateway.workers.supervisor.incarnation import Incarnation
-from gateway.workers.supervisor.limits import WorkerLimits
 from gateway.workers.supervisor.ports import Effects, WorkerPort
 from gateway.workers.supervisor.restart_policy import RestartPolicy
-from gateway.workers.supervisor.state import SHUTTING_DOWN, Events, ModelUnavailable, State, WorkerView
+from gateway.workers.supervisor.state import SHUTTING_DOWN, ModelUnavailable, State, WorkerView
 from protocol.failures import Failure
 from protocol.from_worker import Ready
 from protocol.spec import WorkerSpec
@@ -30,16 +28,7 @@ class WorkerHandle:
 
     incarnation: Incarnation
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        *,
-        effects: Effects,
-        link: WorkerLink,
-        events: Events,
-        limits: WorkerLimits,
-        is_preload: bool,
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, effects: Effects, *, is_preload: bool) -> None:
         self.name = spec.name
         self.spec = spec
         self.is_preload = is_preload
@@ -47,10 +36,10 @@ class WorkerHandle:
         self.since = effects.now()
         # Whether the model was unloaded to make room or by its TTL. Health checks ignore a preload that was evicted.
         self.was_evicted = False
-        self.parked = ParkedSequences(spec.name, link, events, limits.resume, effects.now)
+        self.parked = ParkedSequences(spec.name, effects.link, effects.events, effects.limits.resume, effects.now)
         self.restart_policy = RestartPolicy(spec.name)
         self._effects = effects
-        self._events = events
+        self._events = effects.events
         self._inbox = WorkerInbox()
         # `_waiters` wait until the model is ready, `_stoppers` until it has stopped.
         self._waiters = Waiters()
@@ -66,7 +55,9 @@ class WorkerHandle:
 
     @property
     def is_resident(self) -> bool:
-        """Whether the model is loaded or loading."""
+        """Whether the worker is starting (which includes waiting for memory), loading or ready. A worker that drains
+        does not count, because it will stop.
+        """
         return self.state in (State.STARTING, State.LOADING, State.READY)
 
     @property
@@ -140,7 +131,8 @@ class WorkerHandle:
         await self._command(partial(inbox.WorkerCommand, CommandKind.RESTART))
 
     async def stop(self, drain_s: float, *, is_closing: bool = False, reason: Failure | None = None) -> None:
-        """Let running sequences finish for `drain_s`, then stop; with `is_closing` the worker never starts again.
+        """Stop the worker, after running sequences had `drain_s` to finish. With `is_closing` the worker never starts
+        again.
 
         Requests that wait for the model fail with `reason`.
         """
@@ -152,7 +144,7 @@ class WorkerHandle:
         self._inbox.put(inbox.ChangeSpec(spec, load_timeout_s, is_preload, is_reload))
 
     def adopt(self, process: WorkerPort, epoch: int) -> None:
-        """Adopt a process that an earlier gateway started. This must be the first command."""
+        """Adopt a process that an earlier gateway started. No other command may precede this one."""
         self._inbox.put(inbox.AdoptProcess(process, epoch))
 
     def kill(self) -> None:

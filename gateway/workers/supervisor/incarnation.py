@@ -8,16 +8,14 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from gateway.link.link import WorkerLink
 from gateway.link.sequence import Sequence
 from gateway.link.wire import WorkerGone
 from gateway.link.worker_connection import Connection
 from gateway.workers.supervisor import inbox
 from gateway.workers.supervisor.exits import Verdict, WorkerExit
-from gateway.workers.supervisor.limits import WorkerLimits
 from gateway.workers.supervisor.ports import Effects, WorkerPort
 from gateway.workers.supervisor.ranks import RankGroup
-from gateway.workers.supervisor.state import Events, ModelUnavailable
+from gateway.workers.supervisor.state import ModelUnavailable
 from protocol.failures import Code, Failure
 from protocol.from_worker import AdaptersSet, Goodbye, Hello, Loading, Ready
 from protocol.minors import MAJOR, MINOR, SET_ADAPTERS_MINOR, unknown_field, unknown_part
@@ -51,14 +49,11 @@ class Incarnation:
     def __init__(
         self,
         name: str,
-        link: WorkerLink,
-        park: Callable[[Sequence], None],
-        effects: Effects,
-        events: Events,
-        limits: WorkerLimits,
-        post: Callable[[inbox.InboxMessage], None],
-        start_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         epoch: int,
+        effects: Effects,
+        post: Callable[[inbox.InboxMessage], None],
+        park: Callable[[Sequence], None],
+        start_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         self.name = name
         self.epoch = epoch
@@ -79,18 +74,16 @@ class Incarnation:
         self.is_gated = False
         # Failure with which new requests are refused while memory is short.
         self.overload: Failure | None = None
-        # Whether the Welcome was sent, which proves that the worker is routable.
+        # Whether the Welcome was sent. It can be sent only if the worker is routable.
         self.is_greeted = False
         # Whether an adopted worker has ended the sequences of the earlier gateway.
         self.has_drained = False
         # Task of `wait_for_memory`.
         self.admission: asyncio.Task[None] | None = None
-        self._link = link
-        self._park = park
         self._effects = effects
-        self._events = events
-        self._limits = limits
+        self._link, self._events, self._limits = effects.link, effects.events, effects.limits
         self._post = post
+        self._park = park
         self._start_task = start_task
         self._connection: Connection | None = None
         self._greeting: asyncio.Task[None] | None = None
@@ -211,9 +204,10 @@ class Incarnation:
         return False
 
     def protocol_fault(self, hello: Hello) -> Failure | None:
-        """Return the fault of a worker with another protocol major version.
+        """Return the failure of a worker that speaks another major version of the protocol.
 
-        An adopted worker has no fault, because it was started before an upgrade. It is replaced.
+        Returns None for an adopted worker: a gateway before an upgrade started it, so it is replaced and not reported
+        as failed.
         """
         theirs, ours = f"{hello.proto_major}.{hello.proto_minor}", f"{MAJOR}.{MINOR}"
         if self.is_adopted:
@@ -224,7 +218,10 @@ class Incarnation:
         return Failure(Code.INCOMPATIBLE, why)
 
     def load_timeout_fault(self, load_timeout_s: float) -> Failure | None:
-        """Return the fault of a worker that was not loaded in time. A silent adopted worker has no fault."""
+        """Return the failure of a worker that was not loaded in time.
+
+        Returns None for an adopted worker that does not answer: it is replaced and not reported as failed.
+        """
         if self.is_adopted and (self.hello is None or self.ready is not None):
             log.warning("worker %s does not answer its new gateway and is replaced", self)
             return None
@@ -233,17 +230,31 @@ class Incarnation:
 
     def note_ready(self, ready: Ready, adapters: tuple[tuple[str, str], ...]) -> None:
         """Record that the model is loaded, and correct its adapters if they differ from the configured `adapters`."""
-        if self.ready is None and self.is_adopted:
-            # The clients of this worker's sequences were disconnected when the earlier gateway ended.
-            self.send(Drain(0.0))
-        elif self.ready is None:
-            self._events.load_seconds(self.name, ready.load_s)
+        is_first = self.ready is None
         self.ready = ready
+        if is_first and self.is_adopted:
+            self._end_earlier_sequences()
+        elif is_first:
+            self._events.load_seconds(self.name, ready.load_s)
         if {(info.name, info.path) for info in ready.adapters} != set(adapters):
             self.set_adapters(adapters)
         self._events.batch_mode(self.name, ready.batch_mode)
         if ready.batch_mode_reason:
             log.warning("%s: %s", self.name, ready.batch_mode_reason)
+
+    def note_greeted(self) -> None:
+        """Record that the Welcome was sent. An adopted worker may have sent Ready before: it waited in its socket."""
+        self.is_greeted = True
+        if self.is_adopted and self.ready is not None:
+            self._end_earlier_sequences()
+
+    def _end_earlier_sequences(self) -> None:
+        """Drain an adopted worker as soon as it is loaded and routable.
+
+        The clients of its sequences were disconnected when the earlier gateway ended.
+        """
+        if self.is_greeted:
+            self.send(Drain(0.0))
 
     def begin_serving(self, log_level: str) -> None:
         self.loading = None
@@ -352,7 +363,6 @@ class Incarnation:
         while not (is_sent := self.send(welcome)) and self._effects.now() < deadline:
             await self._effects.sleep(GREET_RETRY_S)
         if is_sent:
-            self.is_greeted = True
             self._post(inbox.WorkerEvent(inbox.EventKind.GREETED, self.epoch))
 
     def _escalate(self, process: WorkerPort, steps: tuple[tuple[float, int], ...]) -> None:

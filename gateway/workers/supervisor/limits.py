@@ -10,7 +10,8 @@ class WorkerLimits:
     """Limits of a worker and its memory; times in seconds."""
 
     heartbeat_s: float = 1.0
-    # A worker is stuck if it sends no Pong for `pong_s`, or if its newest step is older than `step_s`.
+    # A worker is stuck if it has sent no Pong for `pong_s`, or if its loop is busy and its newest step is older than
+    # `step_s`.
     pong_s: float = 15.0
     step_s: float = 60.0
     # A stuck process gets Dump, SIGABRT after `dump_s` and SIGKILL after `abort_s` more.
@@ -22,7 +23,7 @@ class WorkerLimits:
     term_s: float = 2.0
     grace_s: float = 10.0
     grace_bytes_per_s: float = 4e9
-    # The verdict on an exit waits this long, because the worker's Goodbye may still be in the socket.
+    # An exit is judged only after this time, because the worker's Goodbye may still be in the socket.
     goodbye_s: float = 0.03
     # A new connection must become routable within `greet_s`; an adopted worker must respond within `adopt_s`.
     greet_s: float = 5.0
@@ -34,8 +35,8 @@ class WorkerLimits:
     measure_interval_s: float = 1.0
     squeeze_s: float = 3.0
     relax_s: float = 30.0
-    # A worker that stays at least `creep_bytes` above its share for `creep_s` is restarted. Between two such restarts
-    # are at least `recycle_s` for one model, and `recycle_gap_s` for any models.
+    # A worker that stays at least `creep_bytes` above its share for `creep_s` is restarted. A model is restarted for
+    # this at most once per `recycle_s`, and any model at most once per `recycle_gap_s`.
     creep_s: float = 10.0
     creep_bytes: int = 64 << 20
     recycle_s: float = 600.0

@@ -7,7 +7,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from gateway.workers.supervisor.state import State
+from gateway.link.link import WorkerLink
+from gateway.workers.supervisor.limits import WorkerLimits
+from gateway.workers.supervisor.state import Events, State
 from protocol.failures import Failure
 from protocol.spec import WorkerSpec
 
@@ -42,8 +44,13 @@ class WorkerPort(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """Effects of a worker's state machine on the machine; tests inject clock and randomness."""
+    """Effects of a worker's state machine on the machine, and the link, events and time limits that all workers share.
+    Tests inject clock and randomness.
+    """
 
+    link: WorkerLink
+    events: Events
+    limits: WorkerLimits
     # `admit` waits for memory and returns the worker's share in bytes, 0 for no limit. It raises `ModelUnavailable` if
     # the model can never be granted any.
     admit: Callable[[WorkerSpec], Awaitable[int]]

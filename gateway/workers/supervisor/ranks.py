@@ -111,7 +111,7 @@ class RankGroup:
                 self._lost = [each for each, task in zip(self._followers, followers, strict=True) if task.done()]
             lost = [task.result() for task in followers if task.done()] if self._lost else []
             if lost and await self._end([self._lead], [lead], (LEAD_GRACE_S, signal.SIGTERM), (TERM_S, signal.SIGKILL)):
-                # Followers may exit before rank 0 in a clean stop.
+                # In a clean stop, followers may exit before rank 0 and do not count as lost.
                 lost = [] if lead.result() == ExitStatus.OK else lost
             await asyncio.wait([lead])
             await self._end(self._followers, followers, (FOLLOWER_GRACE_S, signal.SIGTERM), (TERM_S, signal.SIGKILL))
@@ -159,9 +159,12 @@ class RankGroup:
 
 
 def _group_status(status: int | None, lost: Sequence[int | None]) -> int | None:
-    """Return the exit status of a group. `lost` are the exit statuses of followers that ended before rank 0."""
+    """Return the exit status of a group. `status` is that of rank 0; `lost` are those of followers that ended before
+    it.
+    """
     if not lost:
-        # Native code that loses another rank exits with status 1, and so does the guard of a rank stuck in native code.
+        # Native code that loses another rank exits with status 1, and so does the guard that ends a rank stuck in
+        # native code.
         return ExitStatus.PARTNER_LOST if status == 1 else status
     final = next((each for each in lost if each in FINAL_EXITS), None)
     if final is not None:

@@ -1,14 +1,14 @@
 """Registry of running workers: a state file for each, from which the next gateway adopts it, and the epoch counter.
 
-A state file may be of another version of this program. All versions write the same fields for the process; the
-specification is decoded strictly. A worker whose specification cannot be decoded is stopped and its model loaded
+Another version of this program may have written a state file. All versions write the same fields for the process, so it
+can always be found. The specification is decoded strictly: if that fails, the worker is stopped and its model is loaded
 again, because the memory of every running worker must be counted.
 """
 
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Protocol
@@ -18,6 +18,7 @@ import msgspec
 import psutil
 from msgspec import Meta, Struct
 
+from gateway.disk import SYSTEM_DISK, Disk
 from gateway.workers.supervisor.os_process import start_ticks
 from gateway.workers.supervisor.ports import WorkerPort
 from protocol.spec import WorkerSpec
@@ -63,7 +64,7 @@ class WorkerRecord(WorkerProcess, frozen=True, kw_only=True):
     """Content of a state file: the process, and its specification, which is compared with the configuration."""
 
     spec: WorkerSpec
-    # The previous version of this program identifies a process by this field.
+    # Written for the previous version of this program, which identifies a process by this field.
     create_time: float = 0.0
     # Processes of the group's other local ranks.
     ranks: list[WorkerProcess] = []
@@ -83,7 +84,8 @@ class Survivor:
 class Registry:
     """State files and epoch counter in the run directory, whose lock must be held."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, disk: Disk = SYSTEM_DISK) -> None:
+        self._disk = disk
         self._folder = run_dir / "workers"
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._counter = run_dir / "epoch"
@@ -92,19 +94,25 @@ class Registry:
     def next_epoch(self) -> int:
         """Return an epoch that no worker of this home ever had, even if an earlier gateway crashed."""
         self._epoch += 1
-        _write(self._counter, str(self._epoch).encode())
+        self._write(self._counter, str(self._epoch).encode())
         return self._epoch
 
     def add(self, record: WorkerRecord) -> None:
-        _write(self._file(record.spec.name), msgspec.json.encode(record))
+        self._write(self._file(record.spec.name), msgspec.json.encode(record))
 
     def remove(self, name: str) -> None:
         # If the worker's name is too long for a file name, there is no file.
         with contextlib.suppress(OSError):
-            self._file(name).unlink(missing_ok=True)
+            self._disk.unlink(self._file(name))
 
-    def survivors(self, mismatch: Callable[[WorkerProcess], str] = WorkerProcess.mismatch) -> list[Survivor]:
-        """Return workers of an earlier gateway that still run. Remove all other state files, and log the reasons."""
+    def survivors(
+        self, mismatch: Callable[[WorkerProcess], str] = WorkerProcess.mismatch, running: Iterable[Survivor] = ()
+    ) -> list[Survivor]:
+        """Return workers of an earlier gateway that still run. Remove all other state files, and log the reasons.
+
+        `running` are the processes of workers that were found without their state files. A worker has none if the disk
+        was full at its start. Later epochs exceed the epochs of all survivors.
+        """
         alive: list[Survivor] = []
         for survivor in self._recorded():
             reason = mismatch(survivor.process)
@@ -117,6 +125,9 @@ class Registry:
                 level, "worker %s#%d (pid %d) is not adopted: %s", survivor.name, process.epoch, process.pid, reason
             )
             self.remove(survivor.name)
+        recorded = {process.pid for survivor in alive for process in (survivor.process, *survivor.ranks)}
+        alive += [survivor for survivor in running if survivor.process.pid not in recorded]
+        self._epoch = max(self._epoch, *(survivor.process.epoch for survivor in alive), 0)
         return alive
 
     def _recorded(self) -> list[Survivor]:
@@ -125,19 +136,29 @@ class Registry:
             try:
                 recorded.append(_decode(unquote(path.name.removesuffix(_SUFFIX)), path.read_bytes()))
             except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-                log.error(
-                    "removed a state file that cannot be read, %s: %s; if its worker runs, it ends after five minutes "
-                    "without a gateway, and its memory is not counted until then",
-                    path,
-                    error,
-                )
-                path.unlink(missing_ok=True)
+                log.error("removed a state file that cannot be read, %s: %s", path, error)
+                self._disk.unlink(path)
         return recorded
 
     def _read_counter(self) -> int:
         with contextlib.suppress(OSError, ValueError):
             return int(self._counter.read_bytes())
         return 0
+
+    def _write(self, path: Path, content: bytes) -> None:
+        """Write a file atomically. A full disk is only logged: the worker must serve. The next gateway finds its
+        process and stops it, because its specification is unknown.
+        """
+        fresh = path.with_name(path.name + ".new")
+        try:
+            file = self._disk.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            try:
+                self._disk.write_all(file, content)
+            finally:
+                os.close(file)
+            self._disk.replace(fresh, path)
+        except OSError as error:
+            log.error("cannot write %s: %s", path, error)
 
     def _file(self, name: str) -> Path:
         return self._folder / f"{quote(name, safe='')}{_SUFFIX}"
@@ -155,6 +176,10 @@ class ProcessTable(Protocol):
         """Return why a pid is not this process; empty if this process still runs."""
         ...
 
+    def running(self) -> list[Survivor]:
+        """Return the running workers of this home, whether they have state files or not."""
+        ...
+
 
 def _decode(name: str, content: bytes) -> Survivor:
     """Decode a state file. Raises `msgspec.DecodeError` if it does not identify a process."""
@@ -163,14 +188,4 @@ def _decode(name: str, content: bytes) -> Survivor:
         record = msgspec.json.decode(content, type=WorkerRecord)
         return Survivor(name, process, record.spec, ranks=tuple(record.ranks))
     except msgspec.DecodeError as error:
-        return Survivor(name, process, None, str(error))
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file atomically. A full disk is only logged: the worker cannot be adopted later, but it must serve."""
-    fresh = path.with_name(path.name + ".new")
-    try:
-        fresh.write_bytes(content)
-        os.replace(fresh, path)
-    except OSError as error:
-        log.error("cannot write %s: %s", path, error)
+        return Survivor(name, process, None, f"another version of mlxd started it ({error})")

@@ -19,9 +19,9 @@ from protocol import __version__
 from protocol.failures import FINAL_EXITS, Code, ExitStatus, Failure
 from protocol.spec import WorkerSpec
 
-# BatchMode disables prompts. A silent host counts as lost after 6 s, as a silent rank does. Connecting is retried,
-# because the host may be booting and rank 0 waits a minute. Each rank has its own connection, even if the user's
-# ssh_config shares connections.
+# BatchMode disables prompts. A host that is silent for 6 s counts as lost, as a silent rank does. Connecting is
+# retried, because the host may be booting, and rank 0 waits a minute for it. Each rank has its own connection, even if
+# the user's ssh_config shares connections.
 OPTIONS: Final = (
     "BatchMode=yes",
     "ConnectTimeout=3",
@@ -34,12 +34,13 @@ OPTIONS: Final = (
 )
 # ssh exits with this status if the connection fails or a signal ends the remote command.
 SSH_FAILED: Final = 255
-# A shell exits with _SIGNAL_STATUS plus the number of the signal that ended its program, or with one of _NO_PROGRAM if
-# the program cannot be run or found.
+# A shell exits with _SIGNAL_STATUS plus the number of the signal that ended its program. It exits with one of
+# _NO_PROGRAM if the program cannot be run or found.
 _SIGNAL_STATUS: Final = 128
 _NO_PROGRAM: Final = (126, 127)
 # Environment variables are read from standard input up to an empty line, so that they do not appear in process lists.
-# The final `exit` keeps the shell from replacing itself with the program, whose signal ssh would not report.
+# Without the final `exit`, the shell could replace itself with the program, and ssh would not report the signal that
+# ends the program.
 _SCRIPT: Final = 'while IFS= read -r line && [ -n "$line" ]; do export "$line"; done; {program}; exit $?'
 
 

@@ -20,9 +20,10 @@ LOADING_WEIGHT: Final = 2
 class Breaker:
     """Circuit breaker and back-off of one worker's crashes. Owned by `RestartPolicy`; times are monotonic seconds.
 
-    The first crash after a healthy minute causes no delay; each further crash causes 0.5·2ⁿ s with full jitter. Five
-    crashes in ten minutes open the breaker, and then one start every five minutes is allowed. A crash while loading
-    counts twice. The count restarts at the crash of a worker that had generated a token, which is no crash loop.
+    The first crash after a healthy minute causes no delay. The n-th crash after that one delays the next start by up to
+    0.5·2ⁿ⁻¹ s and at most 30 s, with full jitter. Five crashes in ten minutes open the breaker, and then one start
+    every five minutes is allowed. A crash while loading counts twice. If the worker had generated a token before it
+    crashed, earlier crashes no longer count for the breaker.
     """
 
     _streak: int = 0
@@ -80,9 +81,10 @@ class RestartPolicy:
         """Return the seconds until the next start is allowed; 0 if no start is planned."""
         return 0.0 if self.is_final else max(0.0, self._next_start_at - now)
 
-    def note_start(self) -> None:
-        self.restarts += self.has_crashed
-        self.is_final = self.has_crashed = False
+    def note_restart(self) -> None:
+        """Count a start that follows a crash."""
+        self.restarts += 1
+        self.has_crashed = False
 
     def note_final(self, failure: Failure) -> None:
         """Record a failure that a restart cannot fix."""

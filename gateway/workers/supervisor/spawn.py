@@ -37,7 +37,7 @@ def default_command(spec: WorkerSpec) -> list[str]:
     return [sys.executable, "-P", "-m", "worker", spec.name, "--epoch", str(spec.epoch), *rank, "--spec", STDIN]
 
 
-# A pipe without a reader holds this many bytes on macOS, and more on Linux.
+# Capacity of a pipe that nobody reads: this many bytes on macOS, and more on Linux.
 PIPE_BYTES: Final = 16 * 1024
 
 
@@ -137,6 +137,12 @@ class Spawner:
     def mismatch(self, process: WorkerProcess) -> str:
         return process.mismatch()
 
+    def running(self) -> list[Survivor]:
+        """Return the running workers of this home, whether they have state files or not."""
+        return [
+            survivor for process in psutil.process_iter() if (survivor := _worker_of(process, self._home)) is not None
+        ]
+
     def adopt(self, survivor: Survivor) -> WorkerPort:
         lead = AdoptedProcess(survivor.process, lambda: self._registry.remove(survivor.name))
         if not survivor.ranks:
@@ -149,7 +155,8 @@ class Spawner:
 def _input(data: bytes, folder: Path) -> Generator[int, None, None]:
     """Yield a file descriptor from which a process can read `data` later.
 
-    It is a pipe if `data` fits into it, because a model must start even while the disk is full; else an unnamed file.
+    It is a pipe if `data` fits into one, so that a model can start even while the disk is full. Larger data is in an
+    unnamed file.
     """
     if len(data) > PIPE_BYTES:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -183,6 +190,24 @@ def _record(pid: int, spec: WorkerSpec, argv: list[str], ranks: list[WorkerProce
     return WorkerRecord(
         pid=pid, epoch=spec.epoch, argv=argv, start_ticks=ticks, spec=spec, create_time=create_time, ranks=ranks
     )
+
+
+def _worker_of(process: psutil.Process, home: Path) -> Survivor | None:
+    """Return the worker that a process is, by the arguments of `default_command`; None if it is none of this home."""
+    try:
+        argv = process.cmdline()
+        match argv[1:]:
+            case ["-P", "-m", "worker", name, "--epoch", number, *rank, "--spec", "-"] if len(rank) in (0, 2):
+                epoch = int(number)
+            case _:
+                return None
+        # `mlxctl verify` starts a worker of epoch 0, which belongs to no gateway.
+        if epoch < 1 or os.path.realpath(process.cwd()) != os.path.realpath(home):
+            return None
+    except (psutil.Error, OSError, ValueError):
+        return None
+    worker = WorkerProcess(pid=process.pid, epoch=epoch, argv=argv, start_ticks=start_ticks(process.pid))
+    return Survivor(name, worker, None, "it has no state file")
 
 
 class AdoptedProcess:

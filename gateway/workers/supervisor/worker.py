@@ -10,20 +10,17 @@ incarnation, the rules for its exit in `exits.py`; sequences without a process a
 import asyncio
 import logging
 from collections.abc import Coroutine
-from functools import partial
 from typing import Any, assert_never
 
 from msgspec.structs import replace
 
-from gateway.link.link import WorkerLink
 from gateway.link.worker_connection import SendFailed, SequenceProgressed
 from gateway.workers.supervisor import inbox
 from gateway.workers.supervisor.handle import WorkerHandle
 from gateway.workers.supervisor.inbox import CommandKind, EventKind, Waiter
 from gateway.workers.supervisor.incarnation import Incarnation
-from gateway.workers.supervisor.limits import WorkerLimits
 from gateway.workers.supervisor.ports import Effects
-from gateway.workers.supervisor.state import SHUTTING_DOWN, Events, State
+from gateway.workers.supervisor.state import SHUTTING_DOWN, State
 from protocol.failures import Code, Failure
 from protocol.from_worker import AdaptersSet, Drained, Goodbye, Hello, Loading, Pong, Ready
 from protocol.minors import MAJOR
@@ -40,28 +37,22 @@ class Worker(WorkerHandle):
     def __init__(
         self,
         spec: WorkerSpec,
-        *,
         effects: Effects,
-        link: WorkerLink,
-        events: Events,
-        limits: WorkerLimits,
+        *,
         load_timeout_s: float = 600.0,
         is_preload: bool = False,
     ) -> None:
-        super().__init__(spec, effects=effects, link=link, events=events, limits=limits, is_preload=is_preload)
-        self._limits = limits
+        super().__init__(spec, effects, is_preload=is_preload)
+        self._limits = effects.limits
         self._load_timeout_s = load_timeout_s
-        # Heartbeat time-outs count only the time in which this gateway runs; a late turn counts for at most two
-        # intervals.
-        self._run_clock = RunClock(2 * limits.heartbeat_s, effects.now)
+        # Heartbeat time-outs count only the time in which this gateway runs. A delayed turn of the event loop counts
+        # for at most two intervals.
+        self._run_clock = RunClock(2 * self._limits.heartbeat_s, effects.now)
         self._answered_at = 0.0
         self._tasks: asyncio.TaskGroup | None = None
         self._alarm: asyncio.Task[None] | None = None
         self._alarm_token = 0
         self._is_closing = False
-        self._new_incarnation = partial(
-            Incarnation, spec.name, link, self.parked.park, effects, events, limits, self._inbox.put, self._start_task
-        )
         # Epoch 0: no process has been started yet.
         self.incarnation = self._new_incarnation(0)
 
@@ -71,7 +62,7 @@ class Worker(WorkerHandle):
         """Own the state until cancelled."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                self._start_task(self._put_after(self._limits.heartbeat_s, inbox.HeartbeatDue()))
+                self._start_task(self._beat())
                 while True:
                     message = await self._inbox.get()
                     try:
@@ -211,6 +202,7 @@ class Worker(WorkerHandle):
             case EventKind.RECYCLE if self.state is State.READY:
                 self._replace()
             case EventKind.GREETED:
+                self.incarnation.note_greeted()
                 self._serve_when_loaded()
             case EventKind.REOPEN:
                 self._serve()
@@ -221,11 +213,15 @@ class Worker(WorkerHandle):
 
     def _start(self) -> None:
         """Begin the next incarnation, which first waits for memory."""
-        self.restart_policy.note_start()
+        if self.restart_policy.has_crashed:
+            self.restart_policy.note_restart()
         incarnation = self.incarnation = self._new_incarnation(self._effects.next_epoch())
         self._enter(State.STARTING)
         spec = replace(self.spec, epoch=self.epoch)
         incarnation.admission = self._start_task(incarnation.wait_for_memory(spec))
+
+    def _new_incarnation(self, epoch: int) -> Incarnation:
+        return Incarnation(self.name, epoch, self._effects, self._inbox.put, self.parked.park, self._start_task)
 
     def _on_adopt(self, command: inbox.AdoptProcess) -> None:
         """Adopt a worker of an earlier gateway. It serves once it has sent Ready and Drained, else it is replaced."""
@@ -247,7 +243,9 @@ class Worker(WorkerHandle):
         self._set_alarm(self._load_timeout_s)
 
     def _on_denied(self, failure: Failure) -> None:
-        """Stop, because the model gets no memory. The next request tries again: pins and budgets may change."""
+        """Stop, because the model gets no memory. The next request tries again, because pins and budgets may have
+        changed by then.
+        """
         if self.state is State.STARTING:
             self.restart_policy.last_failure = failure
             self._fail_waiting(failure)
@@ -299,7 +297,8 @@ class Worker(WorkerHandle):
     def _on_pong(self, pong: Pong) -> None:
         self._answered_at = self._run_clock.now
         age_s = pong.stats.step_age_ms / 1000
-        is_late = pong.stats.running > 0 and age_s > self._limits.step_s
+        # An idle loop has no age. Sequences count as running only after their first step, which may hang too.
+        is_late = age_s > self._limits.step_s
         if is_late and self.state in (State.READY, State.DRAINING):
             self._abort(f"its newest step is {age_s:.0f} s old")
         is_idle = not pong.stats.running and not pong.stats.waiting
@@ -308,7 +307,6 @@ class Worker(WorkerHandle):
             self._replace()
 
     def _on_heartbeat(self) -> None:
-        self._start_task(self._put_after(self._limits.heartbeat_s, inbox.HeartbeatDue()))
         silence_s = self._run_clock.look() - self._answered_at
         self.parked.expire()
         self._serve()
@@ -344,6 +342,10 @@ class Worker(WorkerHandle):
             self._alarm.cancel()
         alarm = inbox.AlarmDue(self._alarm_token)
         self._alarm = None if delay_s is None else self._start_task(self._put_after(delay_s, alarm))
+
+    async def _beat(self) -> None:
+        while True:
+            await self._put_after(self._limits.heartbeat_s, inbox.HeartbeatDue())
 
     async def _put_after(self, delay_s: float, message: inbox.InboxMessage) -> None:
         await self._effects.sleep(delay_s)
@@ -387,7 +389,7 @@ class Worker(WorkerHandle):
         incarnation.detach()
 
     def _on_exited(self, status: int | None) -> None:
-        """Apply the verdict on an exit. The exit of a stuck worker counts as ordered while a stop waits for it."""
+        """Apply the verdict on an exit. While a stop waits for a stuck worker, the worker's exit counts as ordered."""
         incarnation = self.incarnation
         is_asked = incarnation.fault is None or self._stoppers.has_any()
         verdict = incarnation.close(status, is_asked=is_asked and self.state in (State.DRAINING, State.STOPPING))

@@ -175,9 +175,9 @@ def test_a_zone_that_is_none_is_refused() -> None:
 
 def use(meter: Meter, ledger: Ledger, tokens: int, requests: int = 1) -> None:
     """As a generation does it."""
-    with meter.hold(0, requests) as bill:
+    with meter.hold(0, requests) as charge:
         ledger.book("k", "m", requests, tokens, 0, 0)
-        bill.prompt = tokens
+        charge.prompt = tokens
 
 
 def test_a_budget_ends_with_its_use_and_begins_with_its_period(open_ledger: Callable[[], Ledger], clock: Clock) -> None:
@@ -211,10 +211,10 @@ def test_a_question_costs_no_budget_and_is_refused_once_one_is_spent(
 ) -> None:
     ledger, numbers = open_ledger(), KeyMetrics()
     meter = Meter("k", limits, numbers, ledger=ledger)
-    with meter.hold(100), meter.question(1000), meter.question(1000):
+    with meter.hold(100), meter.tokenize_call(1000), meter.tokenize_call(1000):
         pass
     use(meter, ledger, 100)
-    with pytest.raises(BudgetSpent), meter.question(1):
+    with pytest.raises(BudgetSpent), meter.tokenize_call(1):
         pass
     assert numbers.rejections == {"budget": 1}
 
@@ -255,8 +255,8 @@ def test_what_was_used_of_a_minute_is_not_forgotten_by_a_restart(tmp_path: Path,
     meter, usage = start(0)
     for _ in range(40):
         meter.request()
-    with meter.hold(10) as bill:
-        bill.prompt = 1200
+    with meter.hold(10) as charge:
+        charge.prompt = 1200
     usage.close()
     meter, usage = start(10)
     assert meter.missing() == {"requests": 30, "tokens": 1100}

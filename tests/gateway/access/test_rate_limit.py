@@ -86,9 +86,9 @@ def test_tokens_are_reserved_by_estimate_and_settled_by_use() -> None:
     clock = Clock()
     one, numbers = meter(clock, tpm=1000)
 
-    with one.hold(400) as bill:
+    with one.hold(400) as charge:
         assert headers(one)["x-ratelimit-remaining-tokens"] == "600"
-        bill.prompt, bill.completion = 100, 50
+        charge.prompt, charge.completion = 100, 50
     assert headers(one)["x-ratelimit-remaining-tokens"] == "850"
     assert (numbers.prompt_tokens, numbers.generation_tokens) == (100, 50)
 
@@ -96,8 +96,8 @@ def test_tokens_are_reserved_by_estimate_and_settled_by_use() -> None:
 def test_who_used_more_than_was_estimated_waits_until_it_is_paid_off() -> None:
     clock = Clock()
     one, numbers = meter(clock, tpm=600)
-    with one.hold(10) as bill:
-        bill.completion = 1200
+    with one.hold(10) as charge:
+        charge.completion = 1200
 
     with pytest.raises(RateLimited) as caught, one.hold(10):
         pass
@@ -114,8 +114,8 @@ def test_who_used_more_than_was_estimated_waits_until_it_is_paid_off() -> None:
 def test_a_debt_is_no_more_than_a_day_refills_and_can_be_told(used: int) -> None:
     clock = Clock()
     one, _ = meter(clock, tpm=60)
-    with one.hold(10) as bill:
-        bill.completion = used
+    with one.hold(10) as charge:
+        charge.completion = used
     assert one.missing() == {"tokens": 60 + DEBT_MAX_S}
     assert headers(one)["x-ratelimit-reset-tokens"] == "1440m0s"
     assert len(one.anthropic_headers()) == 3
@@ -154,8 +154,8 @@ def test_the_expected_completion_is_learned_and_never_more_than_is_asked_for() -
     assert one.expected(None) == EXPECTED_COMPLETION
     assert one.expected(7) == 7
     for _ in range(100):
-        with one.hold(1) as bill:
-            bill.completion = 2000
+        with one.hold(1) as charge:
+            charge.completion = 2000
     assert 1900 < one.expected(32_000) <= 2000
 
 
@@ -208,8 +208,8 @@ def test_what_was_used_of_a_limit_counts_on_under_the_next_one() -> None:
     one, _ = meter(clock, rpm=10, tpm=600)
     for _ in range(4):
         one.request()
-    with one.hold(10) as bill:
-        bill.completion = 1200
+    with one.hold(10) as charge:
+        charge.completion = 1200
     one.limit(KeyLimits(rpm=6, tpm=60))
 
     assert headers(one)["x-ratelimit-remaining-requests"] == "2"
@@ -220,14 +220,14 @@ def test_what_was_used_of_a_limit_counts_on_under_the_next_one() -> None:
 
 def test_a_question_takes_a_tenth_of_its_tokens_and_one_without_an_answer_its_estimate() -> None:
     one, numbers = meter(Clock(), tpm=1000)
-    with one.question(4000) as bill:
+    with one.tokenize_call(4000) as charge:
         assert headers(one)["x-ratelimit-remaining-tokens"] == "600"
-        bill.prompt = 2000
+        charge.prompt = 2000
     assert headers(one)["x-ratelimit-remaining-tokens"] == "800"
-    with pytest.raises(RuntimeError), one.question(3000):
+    with pytest.raises(RuntimeError), one.tokenize_call(3000):
         raise RuntimeError
     assert headers(one)["x-ratelimit-remaining-tokens"] == "500"
-    with pytest.raises(RateLimited, match="1000 tokens per minute"), one.question(6000):
+    with pytest.raises(RateLimited, match="1000 tokens per minute"), one.tokenize_call(6000):
         pass
     assert numbers.prompt_tokens == 0
 
@@ -236,8 +236,8 @@ def test_without_limits_nothing_is_refused_or_told() -> None:
     one, numbers = meter(Clock())
     for _ in range(1000):
         one.request()
-    with one.hold(10**9) as bill:
-        bill.prompt = 5
+    with one.hold(10**9) as charge:
+        charge.prompt = 5
 
     assert not one.is_limited
     assert headers(one) == {}
@@ -260,8 +260,8 @@ def test_both_dialects_tell_the_same_in_their_own_words() -> None:
     clock = Clock()
     one, _ = meter(clock, rpm=6, tpm=600)
     one.request()
-    with one.hold(300) as bill:
-        bill.prompt = 300
+    with one.hold(300) as charge:
+        charge.prompt = 300
     anthropic = {name.decode(): value.decode() for name, value in one.anthropic_headers()}
 
     assert headers(one) == {
@@ -277,3 +277,13 @@ def test_both_dialects_tell_the_same_in_their_own_words() -> None:
     assert anthropic["anthropic-ratelimit-tokens-limit"] == "600"
     assert anthropic["anthropic-ratelimit-tokens-remaining"] == "300"
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", anthropic["anthropic-ratelimit-tokens-reset"])
+
+
+def test_requests_of_batches_use_budgets_and_no_rates() -> None:
+    limited, numbers = meter(Clock(), rpm=1, tpm=10, concurrency=1)
+    with limited.hold_budget(1000.0), limited.hold_budget(1000.0) as charge, limited.hold(5.0):
+        charge.prompt, charge.completion = 30, 40
+        assert (numbers.sequences, numbers.running) == (1, 1)
+    assert (numbers.prompt_tokens, numbers.generation_tokens) == (30, 40)
+    assert not numbers.rejections
+    assert headers(limited)["x-ratelimit-remaining-tokens"] == "10"

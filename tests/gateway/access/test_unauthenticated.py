@@ -137,8 +137,8 @@ async def test_a_line_says_from_where_and_a_refused_one_why(
 ) -> None:
     expired = KeyFile(home / "keys" / "keys.json").create(Key(name="old", prefix="", salt="", hash="", expires=1.0))[1]
     for index, shown in enumerate(("", "wrong", expired, secret)):
-        await ask(gateway, f"198.51.100.{index}", shown)
-    direct = await gateway.client.get("/v1/models", headers={"x-api-key": secret, "x-forwarded-for": "no address"})
+        await ask(gateway, f"198.51.100.{index}", shown, "/api/version")
+    direct = await gateway.client.get("/api/version", headers={"x-api-key": secret, "x-forwarded-for": "no address"})
     assert direct.status_code == 200
     await until(lambda: sum("outcome" in line for line in lines.fields()) >= 5)
 

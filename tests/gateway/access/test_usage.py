@@ -12,6 +12,7 @@ import gateway.state_dir.snapshot
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
 from gateway.access.usage import UsageFile
+from gateway.disk import Disk
 from gateway.state_dir.private_file import write_private
 from gateway.telemetry.metrics import Metrics
 from tests.gateway.harness import chat, running
@@ -90,11 +91,11 @@ async def test_a_write_that_is_under_way_at_the_end_never_lands_on_the_last_one(
     begun, may_end = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
-    def write(path: Path, data: bytes) -> None:
+    def write(path: Path, data: bytes, disk: Disk) -> None:
         if not begun.is_set():
             loop.call_soon_threadsafe(begun.set)
             may_end.wait(10)
-        write_private(path, data)
+        write_private(path, data, disk)
 
     monkeypatch.setattr(gateway.access.usage, "PERIOD_S", 0)
     monkeypatch.setattr(gateway.state_dir.snapshot, "write_private", write)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.request.admission import QUESTIONS_PER_KEY_MAX
+from gateway.request.admission import TOKENIZE_CALLS_PER_KEY_MAX
 from tests.gateway.harness import Gateway, running, until
 from tests.gateway.middleware.test_auth import bearer, make
 
@@ -43,8 +43,10 @@ async def test_a_keys_questions_are_bounded_and_end_with_their_clients(tmp_path:
     async with running(tmp_path) as gateway:
         assert await ask(gateway, secret, *ROUTES[0]) == 200
         admission = gateway.app.services.admission
-        asking = [asyncio.create_task(ask(gateway, secret, "/tokenize", never)) for _ in range(QUESTIONS_PER_KEY_MAX)]
-        await until(lambda: admission.inside("m") == QUESTIONS_PER_KEY_MAX)
+        asking = [
+            asyncio.create_task(ask(gateway, secret, "/tokenize", never)) for _ in range(TOKENIZE_CALLS_PER_KEY_MAX)
+        ]
+        await until(lambda: admission.inside("m") == TOKENIZE_CALLS_PER_KEY_MAX)
         assert await ask(gateway, secret, *ROUTES[0]) == 429
         assert await ask(gateway, other, *ROUTES[0]) == 200
         assert gateway.metrics.model("m").rejections["questions"] == 1

@@ -116,6 +116,14 @@ def test_a_file_of_another_form_is_not_touched(form: FileFormat, text: str) -> N
         ConfigEdit("x", form, {"b": 1}).merged(text)
 
 
+@pytest.mark.parametrize(
+    ("content", "named"), [({"env": {"A": "1"}}, "'env' is no object"), ({"l": [{"id": 1}]}, "'l' is no")]
+)
+def test_what_stands_in_the_place_of_an_object_is_not_replaced(content: dict[str, object], named: str) -> None:
+    with pytest.raises(NotEditable, match=named):
+        ConfigEdit("x", FileFormat.JSON, content, item_key="id").merged('{"env": "mine", "l": "mine"}')
+
+
 def test_json_that_has_it_already_is_left_as_it_is_formatted() -> None:
     text = '{"b":1,   "c":2}'
 

@@ -38,6 +38,7 @@ def test_a_group_is_read_as_it_is_written(tmp_path: Path) -> None:
         ('nodes = ["local", "local"]', 'draft = "small"', "draft is not for a model that several processes run"),
         ('nodes = ["local", "local"]', "deterministic = true", "deterministic is not for"),
         ('nodes = ["local", "local"]', "kv_bits = 8", "kv_bits is not for"),
+        ('nodes = ["local", "local"]', 'keep_warm = "5m"', "keep_warm is not for"),
         ('nodes = ["local", "local"], parallel = "none"', "", "parallel"),
     ],
 )

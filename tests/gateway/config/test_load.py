@@ -79,7 +79,7 @@ def test_without_a_file_the_demo_is_served(tmp_path: Path) -> None:
     assert list(config.models) == ["demo", "demo-vision"]
     assert config.models["demo"].path == "demo"
     assert config.models["demo"].aliases == ("default",)
-    assert not config.models["demo"].preload
+    assert config.models["demo"].preload, "there is no other model to wait for"
 
 
 def test_without_a_file_the_hugging_face_cache_is_served_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,9 @@ def test_without_a_file_the_hugging_face_cache_is_served_too(tmp_path: Path, mon
     _fake_repo(hub, "org--broken", {"config.json": "{", "model.safetensors": ""})
 
     assert cached_models() == ["org/good"]
-    assert list(load_config(tmp_path, has_keys=has_keys).models) == ["demo", "demo-vision", "org/good"]
+    models = load_config(tmp_path, has_keys=has_keys).models
+    assert list(models) == ["demo", "demo-vision", "org/good"]
+    assert not any(model.preload for model in models.values())
 
 
 def _fake_repo(hub: Path, name: str, files: dict[str, str]) -> None:
@@ -135,7 +137,10 @@ def test_unknown_keys_are_refused_with_their_line_and_a_suggestion(tmp_path: Pat
     [
         ("[server]\n\nport = 'x'", "/mlxd.toml:3: port: expected int, got str"),
         ("[server]\nport = 99999", "/mlxd.toml:2: port: expected int <= 65535"),
-        ("[server]\nlog_level = 'loud'", "/mlxd.toml:2: log_level: unknown value 'loud'"),
+        (
+            "[server]\nlog_level = 'loud'",
+            "/mlxd.toml:2: log_level: unknown value 'loud'; one of debug, info, warning, error, critical",
+        ),
         ("[server]\ndrain = 'soon'", "/mlxd.toml:2: drain: 'soon' is not a duration"),
         ("[server]\nmax_body = '1 furlong'", "/mlxd.toml:2: max_body: '1 furlong' is not a size"),
         ("[server]\ndrain = -1", "/mlxd.toml:2: drain: expected float >= 0"),
@@ -147,12 +152,14 @@ def test_unknown_keys_are_refused_with_their_line_and_a_suggestion(tmp_path: Pat
             "sampling.repetition_penalty: expected float >= 0.01",
         ),
         ("[models.a]\nsampling = 3", "/mlxd.toml:2: sampling: expected object, got int"),
-        ("[models.a]\ndtype = 'float8'", "unknown value 'float8'"),
+        ("[models.a]\ndtype = 'float8'", "unknown value 'float8'; one of auto, float32, float16, bfloat16"),
         ("[models.a]\nspeculate = 'off'\ndraft = 'b'", "3: draft: with speculate = 'off' nothing is drafted"),
         ("[models.a]\nsparse_prefill = { keep = 0.5 }", "2: sparse_prefill: 'draft' names no model to choose tokens"),
         ("[models.a]\nsparse_prefill = { keep = 2 }", "2: sparse_prefill.keep: "),
         ("[models.a]\nbatching = 'equal'\ndeterministic = true", "2: deterministic runs one request at a time"),
         ("[models.a]\nparser = 'hermse'", "2: unknown parser 'hermse'; did you mean 'hermes'?"),
+        ("[models.a]\nkind = 'audio'\nkeep_warm = '5m'", ":3: keep_warm is for models that generate text"),
+        ("[models.a]\nexperts = 'disk'\nkeep_warm = '5m'", ":3: keep_warm is for models that generate text"),
         ("[models]\na = 1", "/mlxd.toml:2: models.a must be a table"),
         ("models = 1", "models must be a table"),
         ("[server\n", "/mlxd.toml:1: "),
@@ -190,7 +197,10 @@ def test_listening_beyond_loopback_is_refused_in_a_plain_sentence(tmp_path: Path
 
 
 def test_a_bad_override_is_blamed_on_the_option(tmp_path: Path) -> None:
-    assert failure(tmp_path, "", log_level="loud") == "--log-level: unknown value 'loud'"
+    assert (
+        failure(tmp_path, "", log_level="loud")
+        == "--log-level: unknown value 'loud'; one of debug, info, warning, error, critical"
+    )
     assert failure(tmp_path, "", port=70000) == "--port: expected int <= 65535"
 
 

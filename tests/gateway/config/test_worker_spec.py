@@ -55,6 +55,7 @@ MODEL = ModelConfig(
     experts="disk",
     expert_cache_bytes=1 << 28,
     kv_events=KvEventsConfig("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "t"),
+    keep_warm_s=300.0,
 )
 
 

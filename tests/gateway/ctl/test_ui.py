@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import stat
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from gateway.state_dir.home_paths import log_path
 from tests.support.ctl import ctl, environment
 from tests.support.daemon import ROOT, DaemonProcess, write_config
 from tests.support.pool import short_home
@@ -61,6 +63,38 @@ def test_revoke_ends_every_session(daemon: DaemonProcess) -> None:
     assert daemon.client.get("/ui/api/status", headers=headers).status_code == 401
     actions = [json.loads(line)["action"] for line in ctl(daemon.home, "logs", "--audit", "--json").stdout.splitlines()]
     assert {"ui.code", "ui.login", "ui.revoke"} <= set(actions)
+
+
+def test_a_session_outlives_a_killed_daemon_and_one_that_was_ended_does_not() -> None:
+    with short_home() as home:
+        write_config(home)
+        with DaemonProcess(home) as daemon:
+            kept, left, revoked = (session_of(daemon) for _ in range(3))
+            assert daemon.client.delete("/ui/api/session", headers=left).status_code == 200
+            daemon.kill()
+        file = home / "state" / "sessions.json"
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        with DaemonProcess(home) as daemon:
+            # Also where keys were made meanwhile: it is the owner's.
+            assert ctl(home, "keys", "create", "ana").returncode == 0
+            answers = [daemon.client.get("/ui/api/me", headers=each) for each in (kept, left)]
+            assert [answer.status_code for answer in answers] == [200, 401]
+            assert answers[0].json()["may_administer"]
+            assert daemon.client.get("/v1/models", headers=kept).status_code == 200
+            assert ctl(home, "ui", "--revoke").stdout == "2 sessions of the page ended\n"
+            daemon.kill()
+        file.write_bytes(file.read_bytes() + b"x")
+        with DaemonProcess(home) as daemon:
+            # A file that is broken, besides, opens nothing and ends nothing.
+            statuses = [daemon.client.get("/ui/api/status", headers=each).status_code for each in (kept, left, revoked)]
+            assert statuses == [401] * 3
+            assert "sessions of the page is not read" in log_path(home).read_text()
+            assert daemon.client.get("/ui/api/status", headers=session_of(daemon)).status_code == 200
+
+
+def session_of(daemon: DaemonProcess) -> dict[str, str]:
+    """Headers of a visitor who has logged in."""
+    return {"authorization": f"Bearer {log_in(ctl(daemon.home, 'ui', '--print').stdout.strip()).json()['token']}"}
 
 
 def test_where_administration_is_off_no_link_is_made() -> None:

@@ -16,7 +16,7 @@ from tests.support.scale import patient, scaled
 VERBS = [
     "serve", "status", "top", "models", "ps", "load", "unload", "restart", "pin", "unpin", "pull", "rm", "info", "chat",
     "requests", "cancel", "logs", "cache", "keys", "config", "drain", "doctor", "verify", "bench", "parse", "service",
-    "ui", "version", "calibrate", "adapter",
+    "ui", "version", "help", "calibrate", "adapter", "why", "launch", "connect", "selftest",
 ]  # fmt: skip
 NESTED = [
     "cache stats", "cache clear", "config check", "config show", "config reload", "config schema", "keys create",
@@ -28,6 +28,8 @@ NESTED = [
 WITHOUT_JSON = {
     "serve": "it is the daemon, whose log is JSON",
     "parse": "what it prints is JSON",
+    "help": "its text is for people",
+    "launch": "what is printed is its client's",
     "config schema": "what it prints is JSON",
     "setup vision": "what it prints is that of pip",
     "setup audio": "what it prints is that of pip",

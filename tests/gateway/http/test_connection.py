@@ -201,9 +201,14 @@ async def test_requests_in_one_packet_are_all_answered(gateway: Gateway) -> None
 async def test_a_head_that_does_not_come_is_given_up(hasty: Gateway, said: bytes) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", hasty.port)
     writer.write(said)
+    received = b""
+    # Linux resets a connection that is closed before all that arrived was read: a busy loop may close it so.
     async with asyncio.timeout(patient(DEADLINE_S)):
-        assert await reader.read(-1) == b""
+        with contextlib.suppress(ConnectionResetError):
+            received = await reader.read(-1)
     writer.close()
+
+    assert received == b""
 
 
 async def test_a_body_that_nobody_waits_for_cannot_hold_a_connection(hasty: Gateway) -> None:
@@ -212,9 +217,10 @@ async def test_a_body_that_nobody_waits_for_cannot_hold_a_connection(hasty: Gate
     async with asyncio.timeout(patient(DEADLINE_S)):
         assert b"404" in await reader.readline()
         # Trickles on, and is cut off all the same.
-        while not reader.at_eof():
-            writer.write(b"a")
-            await reader.read(1000)
+        with contextlib.suppress(ConnectionError):
+            while not reader.at_eof():
+                writer.write(b"a")
+                await reader.read(1000)
     writer.close()
 
 

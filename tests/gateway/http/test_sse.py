@@ -142,6 +142,7 @@ async def respond(
     max_tokens: int = 3,
     outlet: DirectWriter | None = None,
     stream: type[ChatStream] = ChatStream,
+    pace: StreamTiming = PACE,
 ) -> RequestRecord:
     """Answer one request of the text prompt `said`."""
     record = RequestRecord("id", "POST", "/v1/chat/completions", writer=outlet)
@@ -151,7 +152,7 @@ async def respond(
     )
     services = gateway.app.services
     with Generation(services, services.config.models["m"], [generate], record, encoder.bind) as generation:
-        await respond_stream(generation, encoder, record, client.receive, client.send, 0, PACE)
+        await respond_stream(generation, encoder, record, client.receive, client.send, 0, pace)
     return record
 
 
@@ -171,7 +172,9 @@ async def test_the_first_event_carries_the_role_and_the_text_in_one_write(tmp_pa
     async with running(tmp_path, worker="talkative") as gateway:
         await warm(gateway)
         client = Client()
-        await respond(gateway, client, script(["text", "hi"], ["wait"], ["finish", "stop"]))
+        # A busy machine may take longer than the usual pace waits for the first event.
+        pace = StreamTiming(hold_s=patient(30), keepalive_s=patient(30))
+        await respond(gateway, client, script(["text", "hi"], ["wait"], ["finish", "stop"]), pace=pace)
 
         assert client.messages[0]["type"] == "http.response.start"
         assert client.messages[1]["body"].count(b"data: ") >= 2

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from websockets.asyncio.client import connect
 
 from gateway.access.key_file import has_keys
 from gateway.config.certificate import CertificateUnusable, load
@@ -73,6 +74,22 @@ async def served_certificate(gateway: Gateway, authority: Authority) -> bytes:
 
 
 # -- serving ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_websocket_over_tls(authority: Authority) -> None:
+    body = {"type": "response.create", "model": "m", "input": "hi", "max_output_tokens": 3, "user": "x" * 300_000}
+    async with secured(authority) as gateway:
+        url = f"wss://{HOST}:{gateway.port}/v1/responses"
+        async with connect(url, ssl=authority.client(), max_size=None, open_timeout=patient(10)) as connection:
+            await connection.send(json.dumps(body))
+            async with asyncio.timeout(patient(DEADLINE_S)):
+                while (event := json.loads(await connection.recv()))["type"] != "response.incomplete":
+                    assert event["type"] != "error", event
+            gateway.app.drain()
+            await connection.wait_closed()
+
+    assert event["response"]["output"][0]["content"][0]["text"] == "t0 t1 t2 "
+    assert connection.close_code == 1001
 
 
 async def test_the_openai_sdk_streams_over_tls(authority: Authority) -> None:

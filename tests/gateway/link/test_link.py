@@ -125,9 +125,11 @@ async def test_what_a_worker_says_reaches_the_collector_of_its_request(home: Pat
         collector = wire.link.submit(wire.runner, [request])
         assert wire.hear() == request
         rid = request.rid
-        wire.say(Accepted(rid, 9), Progress(rid, 4, 9), Step(3, 1, [Delta(rid, text="a", token_ids=(1,))], STATS))
+        wire.say(
+            Accepted(rid, 9), Progress(rid, 4, 9, 1, 20), Step(3, 1, [Delta(rid, text="a", token_ids=(1,))], STATS)
+        )
         assert await collector.read_deltas(5.0) == [Delta(rid, text="a", token_ids=(1,))]
-        assert (collector.accepted, collector.progress) == ({rid: 9}, (4, 9))
+        assert (collector.accepted, collector.progress) == ({rid: 9}, Progress(rid, 4, 9, 1, 20))
         assert wire.connection.stats == STATS
         assert wire.events.steps == 1
         wire.say(Step(3, 2, [Delta(rid, finish=Finish.STOP)]))

@@ -10,7 +10,6 @@ import pytest
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile, KeysUnusable
 from gateway.access.keyring import Keyring
-from gateway.api.ollama.refusals import REFUSED
 from gateway.app import admin_routes
 from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.errors import Unauthorized
@@ -288,8 +287,10 @@ def asking(model: str) -> list[tuple[str, dict[str, Any]]]:
         ("/v1/embeddings", {"model": model, "input": "hi"}),
         ("/v1/audio/speech", {"model": model, "input": "hi"}),
         *((path, {"model": model}) for path in FORMS),
-        *((path, ranked) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
-        *((path, scored) for path in ("/score", "/v1/score")),
+        *((path, ranked) for path in ("/v1/rerank", "/v2/rerank")),
+        ("/v1/score", scored),
+        ("/v1/decisions", {"model": model, "input": "hi", "questions": [{"type": "predicate", "instructions": "So?"}]}),
+        ("/v1/systemone", {"model": model, "state": "hi", "questions": {"q": {"type": "noul", "instructions": "So?"}}}),
         ("/v1/chat/completions", {"model": model, "messages": messages, "max_tokens": 2}),
         ("/v1/completions", {"model": model, "prompt": "hi", "max_tokens": 2}),
         ("/v1/messages", {"model": model, "messages": messages, "max_tokens": 2}),
@@ -302,16 +303,17 @@ def asking(model: str) -> list[tuple[str, dict[str, Any]]]:
         ("/api/embed", {"model": model, "input": "hi"}),
         ("/api/embeddings", {"model": model, "prompt": "hi"}),
         ("/api/show", {"model": model}),
+        ("/completion", {"model": model, "prompt": "hi", "n_predict": 2}),
         ("/infill", {"model": model, "input_prefix": "hi", "n_predict": 2}),
+        ("/apply-template", {"model": model, "messages": messages}),
         ("/tokenize", {"model": model, "prompt": "hi"}),
         ("/detokenize", {"model": model, "tokens": [1]}),
     ]
 
 
 async def test_every_route_that_takes_a_model_is_among_those_tested_for_scopes(gateway: Gateway) -> None:
-    # Refused whatever they name, or only for an admin.
-    about_none = {path for method, path, _ in REFUSED if method == "POST"} | {"/api/pull"}
-    tested = {path for path, _ in asking("m")} | about_none
+    # A pull is only for an admin. Files and batches have requests in them: tests/gateway/api/batches.
+    tested = {path for path, _ in asking("m")} | {"/api/pull", "/v1/files", "/v1/batches", "/v1/messages/batches"}
     posts = {path for method, path in routes(gateway) if method == "POST" and not path.endswith("/cancel")}
     posts = {path for path in posts if not path.startswith(INTERNAL)}
 

@@ -12,10 +12,10 @@ from protocol import timing_profile
 from protocol.timing_profile import (
     FORMAT,
     Calibration,
-    ChunkTime,
     LoadFacts,
     MeasuredSpeed,
-    StepTime,
+    PassKind,
+    PassSeconds,
     TimingProfile,
 )
 
@@ -27,8 +27,15 @@ KEPT = TimingProfile(
     machine="",
     written=1.0,
     load=LoadFacts(12.5, 1.0, 100, 300, 8, 0),
-    chunks=(ChunkTime(0, False, 512, 0.5), ChunkTime(0, True, 64, 0.001), ChunkTime(2, False, 512, 0.001)),
-    steps=(StepTime(0, 4, 1, 0.04), StepTime(0, 1, 1, 0.02), StepTime(0, 1, 8, 0.001), StepTime(3, 2, 1, 0.001)),
+    passes=(
+        PassSeconds(0, PassKind.ALONE, 0, 512, 0.5),
+        PassSeconds(0, PassKind.FUSED, 0, 64, 0.001),
+        PassSeconds(2, PassKind.ALONE, 0, 512, 0.001),
+        PassSeconds(0, PassKind.STEP, 4, 1, 0.04),
+        PassSeconds(0, PassKind.STEP, 1, 1, 0.02),
+        PassSeconds(0, PassKind.STEP, 1, 8, 0.001),
+        PassSeconds(3, PassKind.STEP, 2, 1, 0.001),
+    ),
 )
 
 

@@ -65,6 +65,19 @@ async def test_a_request_is_listed_while_it_is_served_and_no_longer(tmp_path: Pa
         assert (await admin.get("/v1/requests/mine")).status_code == 404
 
 
+async def test_the_rest_of_a_prefill_is_estimated_at_its_own_speed_without_cached_tokens(tmp_path: Path) -> None:
+    # 20 tokens in half a second, beside 10 that were cached: 70 are left.
+    said = json.dumps([["progress", 30, 100, 10, 500]])
+    async with running(tmp_path, worker="talkative") as gateway, admin_of(gateway) as admin:
+        asking = asyncio.create_task(
+            gateway.client.post("/v1/completions", json={"model": "m", "prompt": said, "max_tokens": 5})
+        )
+        one = await one_in_state(admin, "prefill")
+        assert (one["prefilled_tokens"], one["prefill_left_s"]) == (30, 1.8)
+        assert await cancel(admin, one["id"]) == 200
+        assert (await asking).status_code == 499
+
+
 async def test_states_before_the_first_token_are_told_apart(tmp_path: Path) -> None:
     async with running(tmp_path, worker="talkative") as gateway, admin_of(gateway) as admin:
         for prompt, state in ((PREFILLING, "prefill"), ("ignored", "queued")):

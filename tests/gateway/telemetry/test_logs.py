@@ -132,8 +132,24 @@ async def test_a_request_is_one_line_without_its_prompt(tmp_path: Path) -> None:
     assert (line["prompt_tokens"], line["completion_tokens"], line["stream"]) == (3, 5, True)
     assert line["ms"] >= line["ttft_ms"] > 0
     assert (line["cached_tokens"], line["finish"], line["rid"]) == (0, "length", line["rid"])
-    assert isinstance(line["rid"], int)
+    assert line["rid"].isdecimal()
     assert "key" not in line
+
+
+@pytest.mark.anyio
+async def test_a_background_response_is_counted_where_it_ends_and_not_as_zeros_of_its_request(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with LogSinks("info", json=True, stream=stream):
+        async with running(tmp_path, ["--step-ms", "1"]) as gateway:
+            body = {"model": "m", "input": "hi", "background": True, "stream": True, "max_output_tokens": 5}
+            await gateway.client.post("/v1/responses", json=body)
+
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    [asked] = [line for line in lines if line["logger"].endswith("access_log")]
+    [ended] = [line for line in lines if line["message"] == "background response ended"]
+    assert (asked["request"], asked["response"]) == (ended["request"], ended["response"])
+    assert ended["completion_tokens"] == 5
+    assert not {"ttft_ms", "prompt_tokens", "completion_tokens"} & asked.keys()
 
 
 @pytest.mark.anyio

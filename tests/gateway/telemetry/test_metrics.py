@@ -135,6 +135,19 @@ def test_a_finished_sequence_is_booked() -> None:
     assert found["mlxd_request_time_per_output_token_seconds_sum{model=m}"] == 1
 
 
+def test_a_request_is_counted_by_the_conventions_of_opentelemetry() -> None:
+    metrics = Metrics()
+    metrics.gen_ai.observe("chat", "m", 2.0, first_token_s=0.5, per_token_s=0.03)
+    metrics.gen_ai.observe("chat", "m", 1.0, error="deadline_exceeded", first_token_s=0.5)
+    found = values(metrics)
+
+    labels = "gen_ai_operation_name=chat,gen_ai_provider_name=mlxd,gen_ai_request_model=m,gen_ai_response_model=m"
+    assert found[f"gen_ai_server_request_duration_seconds_sum{{error_type=,{labels}}}"] == 2
+    assert found[f"gen_ai_server_request_duration_seconds_sum{{error_type=deadline_exceeded,{labels}}}"] == 1
+    assert found[f"gen_ai_server_time_to_first_token_seconds_count{{{labels}}}"] == 1
+    assert found[f"gen_ai_server_time_per_output_token_seconds_sum{{{labels}}}"] == 0.03
+
+
 def test_the_series_that_vllm_has_are_shown_under_its_names_where_that_is_wanted() -> None:
     metrics = Metrics()
     metrics.model("m").sequence_ended("stop", Usage(10, 4, 5, queue_ms=1000, prefill_ms=2000, decode_ms=4000))

@@ -15,7 +15,7 @@ from protocol.from_worker import Accepted, Delta, Drained, Finish, Progress, Rej
 from protocol.kinds import EMBED
 from protocol.model_info import EmbeddingInfo
 from protocol.spec import WorkerSpec
-from protocol.to_worker import Abort, Drain, SetMemory, Shutdown
+from protocol.to_worker import BATCH_PRIORITY, Abort, Drain, SetMemory, Shutdown
 from tests.support.scale import patient
 from worker.embedding.job import EmbeddingInput, EmbeddingJob, Numbers
 from worker.embedding.job_loop import JobLoop, take_group
@@ -151,6 +151,21 @@ def test_tenants_take_turns_and_priority_goes_first() -> None:
             harness.end(rid)
     assert harness.passes[0] == [30]
     assert [20] in harness.passes[1:3]
+
+
+def test_jobs_of_batches_share_no_pass_with_others_and_come_after_them() -> None:
+    batch = [job(rid, 100, priority=BATCH_PRIORITY) for rid in (1, 2)]
+    with running(vectors, *batch, job(3, 100), job(4, 20)) as harness:
+        for rid in range(1, 5):
+            harness.end(rid)
+    assert sorted(harness.passes[:2]) == [[30], [40]]
+    assert harness.passes[2:] == [[10, 20]]
+
+
+def test_jobs_of_batches_fill_no_queue() -> None:
+    batch = [job(rid, 5, priority=BATCH_PRIORITY) for rid in range(1, 4)]
+    with running(vectors, *batch, *(job(rid, 5) for rid in range(4, 9))) as harness:
+        assert {harness.end(rid).finish for rid in range(1, 9)} == {Finish.STOP}
 
 
 def test_an_abort_ends_a_job_also_when_it_comes_first() -> None:

@@ -31,9 +31,9 @@ class Watched:
         return self._model(inputs, cache=cache)
 
 
-def generator_of(folder: Path) -> tuple[Generator, Watched, Callable[[list[int]], BatchSequence]]:
+def generator_of(folder: Path, pass_tokens: int = 0) -> tuple[Generator, Watched, Callable[[list[int]], BatchSequence]]:
     model = Watched(load(spec(folder), lambda *_: None).model)
-    generator = Generator(model, RowSampler(), BatchMode.TOGETHER, Drafter())
+    generator = Generator(model, RowSampler(), BatchMode.TOGETHER, Drafter(), pass_tokens)
 
     def insert(prompt: list[int]) -> BatchSequence:
         sequence = sequence_of(prompt)
@@ -56,6 +56,20 @@ def test_a_prompts_last_token_runs_in_the_step_of_the_rows_that_generate(model_f
     _, sampled = generator.run_passes(64)
     assert model.shapes[2:] == [(2, 1), (2, 1)]
     assert {each.row for each in sampled} == {first.row, second.row}
+
+
+def test_media_that_no_chunk_may_cut_run_in_one_pass_only_as_far_as_the_pass_has_room(
+    model_folder: Callable[[str], Path],
+) -> None:
+    generator, model, insert = generator_of(model_folder("qwen3"), pass_tokens=64)
+    for length in (24, 20, 30, 9):
+        insert([7] * length + [8]).longest_whole = length if length > 9 else 0
+    generator.run_passes(30)  # widened for the longest of them
+    generator.run_passes(30)
+    generator.run_passes(30)
+
+    prompts = [shape for shape in model.shapes if shape[1] > 1]
+    assert prompts == [(2, 24), (2, 30)], "the third row would have made it 90 tokens"
 
 
 def test_rows_of_equal_length_are_computed_without_a_mask(model_folder: Callable[[str], Path]) -> None:

@@ -47,7 +47,7 @@ def test_those_who_do_not_come_back_are_not_waited_for_long() -> None:
 
 def test_a_burst_is_taken_together() -> None:
     # It waits for more until the time of a burst is over.
-    inbox = EngineInbox(gather_s=patient(1), burst_s=patient(1))
+    inbox = EngineInbox(gather_s=patient(0.3), burst_s=patient(0.3))
     rows = [row(rid) for rid in range(3)]
     inbox.put(rows[0])
 

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,6 +88,27 @@ def assert_idle(engine: EngineHarness) -> None:
     assert held == (0, 0, 0, 0)
     assert engine.engine._batch.kv_bytes == 0  # pyright: ignore[reportPrivateUsage]
     assert all(result.terminals == 1 for result in engine.results.values())
+
+
+def test_a_first_step_that_hangs_grows_old_although_no_row_counts_as_running(
+    engine: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, may_go_on = engine.engine._batch, threading.Event()  # pyright: ignore[reportPrivateUsage]
+    step = batch.step
+
+    def hanging(*args: Any, **kwargs: Any) -> Any:
+        may_go_on.wait()
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(batch, "step", hanging)
+    result = engine.submit(short())
+    deadline = time.monotonic() + patient(10)
+    while engine.gauges.snapshot().step_age_ms <= 100:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert engine.gauges.snapshot().running == 0
+    may_go_on.set()
+    assert ended(engine, result).finish is Finish.LENGTH
 
 
 # -- aborts --------------------------------------------------------------------------------------------------------
@@ -196,9 +218,14 @@ def test_a_request_that_comes_twice_has_one_terminal_event(engine: EngineHarness
 # -- lengths -------------------------------------------------------------------------------------------------------
 
 
-def test_zero_tokens_asked_for_are_zero_tokens_given(engine: EngineHarness) -> None:
-    result = ended(engine, engine.submit(short(0)))
+@pytest.mark.parametrize("size", [1, 100])
+def test_zero_tokens_asked_for_are_zero_tokens_given_after_the_prefill(engine: EngineHarness, size: int) -> None:
+    request = Generate(next(rids), tokens(size), ENDLESS, max_tokens=0, want_progress=True)
+    result = ended(engine, engine.submit(request))
     assert (result.finish, result.text, result.ids) == (Finish.LENGTH, "", [])
+    assert result.usage is not None
+    assert (result.usage.prompt, result.usage.completion) == (size, 0)
+    assert result.progress[-1] in ((size, size), (size - 1, size))
     assert ended(engine, engine.submit(short())).finish is Finish.LENGTH
 
 
@@ -213,7 +240,7 @@ def test_zero_tokens_with_echo_give_the_prompt_back(engine: EngineHarness) -> No
 def test_zero_token_requests_do_not_use_up_the_queue(engine: EngineHarness) -> None:
     running = fill(engine)
     for _ in range(20):
-        assert ended(engine, engine.submit(short(0))).failure is None
+        assert ended(engine, engine.submit(short(0, echo=True))).failure is None
     waiting = engine.submit(short())
     engine.wait(lambda: waiting.accepted)
     abort(engine, *running)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.from_worker import Finish
 from protocol.prompts import TokensPrompt
 from protocol.stats import BLOCK
 from protocol.to_worker import Generate, Sampling
@@ -15,6 +16,7 @@ from tests.support.engine import EngineHarness, spec
 from tests.support.rows import row
 from tests.support.scale import scaled
 from worker.engine.scheduling.kv_budget import UNLIMITED_TOKENS, KvBudget, KvCost
+from worker.prefix_cache.prefix import MAX_ARRAYS
 
 
 def requests(count: int, prompt: int, output: int) -> list[Generate]:
@@ -91,6 +93,41 @@ def test_a_row_taken_out_is_not_admitted_beside_the_same_rows(sizes: list[tuple[
     while (surplus := budget.surplus(rows)) is not None:
         rows.remove(surplus)
         assert not budget.admits(rows, surplus)
+
+
+def test_rows_are_bounded_by_the_number_of_their_arrays_as_by_their_bytes() -> None:
+    rows = [row(rid, prompt=[1], output=[1], max_tokens=9, arrival=rid) for rid in range(5)]
+    budget = KvBudget(KvCost(token_bytes=1, windows=(), fixed_bytes=0, arrays=MAX_ARRAYS // 4), limit=1 << 30)
+
+    assert budget.admits(rows[:3], rows[3])
+    assert not budget.admits(rows[:4], rows[4])
+    assert budget.surplus(rows[:4]) is None
+    assert budget.surplus(rows) is rows[4]
+    assert budget.admits([], rows[0])
+
+
+def test_the_prefix_cache_gives_way_to_the_arrays_of_running_rows(model_folder: Callable[[str], Path]) -> None:
+    with EngineHarness(spec(model_folder("qwen3"), cache_bytes=1 << 28)) as engine:
+        cache = engine.engine.cache
+        each = cache.arrays_per_row
+        assert each == 2 * len(engine.loaded.model.layers)
+        cache._max_arrays = 5 * each
+        for request in requests(6, 20, 2):
+            engine.run([request])
+            assert cache.arrays <= 5 * each
+        assert len(cache) > 3
+        peaks: list[int] = []
+        evict = cache._evict
+
+        def watched(by: int = 0) -> None:
+            evict(by)
+            peaks.append(cache.arrays + cache._row_arrays)
+
+        cache._evict = watched
+        results = engine.run(requests(4, 20, 30))
+        assert {result.finish for result in results} == {Finish.LENGTH}
+        assert max(peaks) <= 5 * each
+        engine.wait(lambda: cache._row_arrays == 0, "no rows")
 
 
 @pytest.mark.soak

@@ -63,6 +63,7 @@ def test_scores_of_one_token_alone_need_no_step_and_end_nobody_else(
         assert engine.gauges.cache.prefix_failures == 0
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("architecture", scaled(KINDS, ["qwen3_5"]))
 def test_rows_can_be_aborted_in_every_phase(architecture: str, model_folder: Callable[[str], Path]) -> None:
     settings: dict[str, Any] = {"max_running": 5, "prefill_chunk": 16, "cache_bytes": 1 << 26, "speculate": "off"}
@@ -116,8 +117,8 @@ def test_a_release_that_fails_leaves_the_tokens_of_all_others_as_they_are(
 ) -> None:
     fails = Fails(monkeypatch, owner, name)
     with EngineHarness(spec(model_folder(architecture), cache_bytes=1 << 26, speculate="off")) as engine:
-        alone = [engine.run([stream(seed, scaled(400, 200))])[0].ids for seed in (1, 2)]
-        running = [engine.submit(stream(seed, scaled(400, 200))) for seed in (1, 2)]
+        alone = [engine.run([stream(seed, scaled(400, 120))])[0].ids for seed in (1, 2)]
+        running = [engine.submit(stream(seed, scaled(400, 120))) for seed in (1, 2)]
         engine.wait(lambda: all(result.ids for result in running))
         for seed in (3, 4, 5):
             request = stream(seed, 500)
@@ -131,7 +132,8 @@ def test_a_release_that_fails_leaves_the_tokens_of_all_others_as_they_are(
         engine.wait(lambda: all(result.terminals for result in running))
         assert [result.ids for result in running] == alone
         assert engine.engine.cache.counts.prefix_failures >= 3
-        check_cache(engine.engine.cache)
+    # The engine stores the KV of a row after the end of its answer.
+    check_cache(engine.engine.cache)
 
 
 @pytest.mark.parametrize("name", ["extract", "store"])

@@ -94,14 +94,14 @@ def test_an_answer_under_a_rank_that_the_group_does_not_have_is_not_counted(star
 def test_an_answer_that_comes_twice_ends_the_group(start: Callable[[float], Ranks]) -> None:
     ranks = start(patient(20))
     ranks.say(1, join(1), join(1))
-    assert "rank 1 (local) said JoinGroup twice" in ranks.gather()
+    assert "rank 1 (local) sent JoinGroup twice" in ranks.gather()
 
 
 def test_a_message_that_is_not_waited_for_yet_is_kept_once(start: Callable[[float], Ranks]) -> None:
     ranks = start(patient(20))
     done = group.PlanDone(2, 1, 0)
     ranks.say(2, done, done)
-    assert "rank 2 (local) said PlanDone twice" in ranks.gather()
+    assert "rank 2 (local) sent PlanDone twice" in ranks.gather()
 
 
 def test_a_follower_that_says_it_is_another_rank_ends_the_group(start: Callable[[float], Ranks]) -> None:

@@ -87,7 +87,7 @@ def test_a_slow_follower_is_waited_for_and_one_without_a_lead_ends(
 
 
 def test_a_follower_that_is_stopped_or_hangs_ends_the_group_by_name(run_dir: Path, folder: Path) -> None:
-    with group_of(run_dir, folder, beat_s=patient(3)) as group:
+    with group_of(run_dir, folder, beat_s=patient(1.5)) as group:
         group.ready()
         group.ranks[1].send_signal(signal.SIGSTOP)
         assert "rank 1 (local)" in farewell(group)

@@ -1,5 +1,6 @@
 """A model divided among processes generates what it generates in one, whatever happens to its rows."""
 
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from protocol.prompts import ChatPrompt, TextPrompt, TokensPrompt
-from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
+from protocol.to_worker import Constraint, ConstraintKind, Generate, LabelledQuestion, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import ARCHITECTURES, build
 from tests.support.ranks import RunningGroup, group_spec
@@ -51,6 +52,8 @@ def requests() -> list[Generate]:
         Generate(5, question, GREEDY, 16, thinking_budget=8),
         Generate(6, TextPrompt("lu por"), GREEDY, 4, echo=True, top_logprobs=2),
         Generate(7, TextPrompt("vi de"), GREEDY, 12, stop=("ka", "r")),
+        Generate(8, ChatPrompt([{"role": "user", "content": shared}]), GREEDY, 0, questions=(
+            LabelledQuestion("ka?", ("Yes", "No")), LabelledQuestion("mi?", ("alpha one", "alpha two")))),
         *choices,
     ]  # fmt: skip
 
@@ -74,6 +77,11 @@ def two_layers(architecture: str) -> dict[str, Any]:
 
 def content(results: list[Result]) -> list[object]:
     return [(each.text, each.ids, each.finish, each.failure) for each in results]
+
+
+def answers(result: Result) -> list[float]:
+    """Log-probabilities of the labels of a request's questions."""
+    return array("f", b"".join(delta.data for delta in result.deltas)).tolist()
 
 
 def again(requests: list[Generate], offset: int) -> list[Generate]:
@@ -107,6 +115,7 @@ def test_a_group_generates_what_one_process_does(
         for result, other in zip(warm, expected, strict=True):
             ours, theirs = ([each.logprob for each in one.logprobs] for one in (result, other))
             assert ours == pytest.approx(theirs, abs=1e-4, nan_ok=True)
+            assert answers(result) == pytest.approx(answers(other), abs=1e-4)
         assert content(group.run(crowd())) == content(grown)
         assert group.pong(1).stats.preemptions > 0
         assert len(group.pong(2).stats.ranks) == 2

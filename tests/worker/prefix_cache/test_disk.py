@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import disk as folder
-from tests.support.caches import KINDS, contents, filled, layout
+from tests.support.caches import KINDS, contents, filled, grow, layout
 from tests.support.prefix_checks import check_cache
 from tests.support.scale import patient, scaled
 from worker.kv.kv import Span, arrays_of
@@ -345,6 +345,44 @@ def test_memory_and_disk_together_find_what_was_stored(
                 assert reused <= best
                 assert has_lost or cache.needs_checkpoints or reused > best - 128
         check_cache(cache)
+    cache.close()
+
+
+@pytest.mark.parametrize("kind", ["sliding", "two windows"])
+def test_a_checkpoint_inside_of_a_longer_files_edge_is_written_with_its_windows(tmp_path: Path, kind: str) -> None:
+    disk = CacheDisk(tmp_path, "model", PLENTY)
+    cache = PrefixCache(layout(kind), PLENTY, disk=disk, disk_min_tokens=1)
+    whole = list(range(1, 201))
+    # The edge that is on disk has the windows of its end only, and memory has nothing of it.
+    for end in (200, 198):
+        cache.store(ids(whole[:end]), filled(kind, whole[:end]))
+        cache.persist(ids(whole[:end]), {end})
+        cache.flush()
+        folder.written(disk)
+        cache.clear()
+
+    assert fetch(cache, kind, whole[:198], "") == 198
+    check_cache(cache)
+    cache.close()
+
+
+@pytest.mark.parametrize("kind", ["sliding", "two windows"])
+def test_a_checkpoint_on_disk_brings_the_windows_that_its_edge_in_memory_lacks(tmp_path: Path, kind: str) -> None:
+    disk = CacheDisk(tmp_path, "model", PLENTY)
+    cache = PrefixCache(layout(kind), PLENTY, disk=disk, disk_min_tokens=1)
+    whole = list(range(1, 201))
+    cache.store(ids(whole[:100]), filled(kind, whole[:100]))
+    cache.persist(ids(whole[:100]), {100})
+    cache.flush()
+    folder.written(disk)
+    cache.clear()
+    # In memory the first 100 tokens have the windows of the 200th token only.
+    longer = filled(kind, whole[:199])
+    grow(longer, whole[:199], whole[199:])
+    cache.store(ids(whole), longer)
+
+    assert fetch(cache, kind, whole[:100], "") == 100
+    check_cache(cache)
     cache.close()
 
 

@@ -37,7 +37,7 @@ def disk_spec(model: Path, folder: Path, **settings: Any) -> WorkerSpec:
     return spec(model, **{"disk_cache_dir": str(folder), "disk_cache_bytes": CAP, **settings})
 
 
-@pytest.mark.parametrize("architecture", SAMPLE)
+@pytest.mark.parametrize("architecture", scaled(SAMPLE, ("qwen3_5",)))
 def test_tokens_are_the_same_from_disk_after_a_restart(
     architecture: str, model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -158,6 +158,30 @@ def test_arrays_are_capped_next_to_bytes() -> None:
     assert fetch(cache, "plain", [99, 99]) == 2
 
 
+def test_prefixes_make_room_for_the_arrays_of_running_rows() -> None:
+    cache = PrefixCache(layout("plain"), PLENTY, max_arrays=40)
+    for token in range(10):
+        store(cache, "plain", [token, token])
+    each = cache.arrays // len(cache)
+    before = len(cache)
+    cache.arrays_per_row = each
+    cache.make_room_for(3)
+    check_cache(cache)
+    assert cache.arrays + 3 * each <= 40
+    assert len(cache) == min(before, 40 // each - 3)
+    assert fetch(cache, "plain", [9, 9]) == 2, "the newest stays"
+
+    cache.make_room_for(1000)
+    assert len(cache) == 0
+    store(cache, "plain", [1, 1])
+    assert len(cache) == 0, "rows alone have all arrays"
+
+    cache.make_room_for(0)
+    for token in range(20):
+        store(cache, "plain", [token, token])
+    assert cache.arrays == 40
+
+
 def test_an_evicted_checkpoint_takes_along_the_edges_that_only_led_to_it() -> None:
     cache = PrefixCache(layout("recurrent"), PLENTY)
     store(cache, "recurrent", [*range(10), 77])

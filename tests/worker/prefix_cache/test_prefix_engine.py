@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from protocol.from_worker import Finish
+from protocol.from_worker import Finish, MissCode
 from protocol.prompts import TokensPrompt
-from protocol.to_worker import Abort, Generate, Sampling
+from protocol.to_worker import Abort, Explain, Generate, Sampling
 from tests.support import disk
 from tests.support.conversations import TEMPLATES, Chat, with_template
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import KINDS, SAMPLE, build
 from tests.support.prefixes import GREEDY, SHARED, cached, family, said, words
 from tests.support.scale import scaled
+from worker.prompt.miss_explainer import MissExplainer
 
 CUTTABLE = ("qwen3", "llama", "qwen3_moe")
 
@@ -73,6 +74,23 @@ def test_a_conversation_finds_what_its_last_turn_has_in_common(
             assert cached(turn.result) >= boundary
     with EngineHarness(spec(folder, cache_bytes=0)) as engine:
         assert said(engine.run([chat.request(99)])) == said([last])
+
+
+def test_a_template_that_rewrites_history_is_named_as_the_cause(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = with_template(model_folder("qwen3"), tmp_path / "model", TEMPLATES["rewrites history"])
+    with EngineHarness(spec(folder)) as engine:
+        turns = list(Chat(engine).turns(2))
+        explainer = MissExplainer(engine.intake.recent, engine.engine.cache, engine.intake.vocabulary.decode)
+        # The second request goes on after the first, and the third asks a new question.
+        going_on, asking = (explainer.explain(Explain(9, rid, shows_text=True)) for rid in (2, 3))
+    assert going_on.causes == ()
+    (cause,) = asking.causes
+    assert (cause.code, cause.role) == (MissCode.THOUGHTS, "template")
+    assert asking.other == 2
+    assert cause.at == asking.common == common(turns[1].seen, turns[2].prompt)
+    assert "lu por vi" in cause.old
 
 
 @pytest.mark.parametrize(
@@ -177,6 +195,20 @@ def test_an_aborted_prefill_leaves_a_prefix_that_is_right(
     assert aborted.finish == Finish.ABORT
     assert said(again) == cold
     assert cached(again[0]) >= 64
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", *scaled(["gpt_oss"], []), "qwen3_next"])
+def test_a_prompt_that_is_only_prefilled_is_found_by_the_next_request(
+    architecture: str, model_folder: Callable[[str], Path]
+) -> None:
+    prompt = TokensPrompt(words("warm", 200))
+    with EngineHarness(spec(model_folder(architecture))) as engine:
+        cold = engine.run([Generate(1, prompt, GREEDY, max_tokens=12, cache_salt="cold")])
+        first = engine.run([Generate(2, prompt, GREEDY, max_tokens=0)])[0]
+        again = engine.run([Generate(rid, prompt, GREEDY, max_tokens=most) for rid, most in ((3, 0), (4, 12))])
+    assert (first.ids, first.finish, cached(first)) == ([], Finish.LENGTH, 0)
+    assert (again[0].ids, [cached(result) for result in again]) == ([], [199, 199])
+    assert said(again[1:]) == said(cold)
 
 
 def test_tenants_never_see_each_others_cache(model_folder: Callable[[str], Path]) -> None:

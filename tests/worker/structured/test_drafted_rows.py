@@ -1,7 +1,7 @@
 """Drafts of rows with a grammar: they change no token, and what the grammar forces is drafted."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ from protocol.prompts import ChatPrompt, TokensPrompt
 from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB
-from tests.support.scale import scaled
+from tests.support.scale import patient, scaled
 from tests.worker.structured.test_masks import mixed, tokens
-from worker.speculation.policy.draft_width import StepCosts
+from worker.model.pass_costs import PassCosts
 from worker.speculation.policy.speculator import Speculator
 from worker.speculation.text_sources.lookup import DraftSource
 from worker.structured import masks
@@ -27,17 +27,14 @@ WEATHER: dict[str, Any] = {
 }
 
 
-class Free(StepCosts):
-    """Steps as wide as drafts are long, whatever they cost here."""
+class Free(PassCosts):
+    """Steps that take a second whatever their size, so that they are as wide as drafts are long."""
 
-    def may_pay(self, rows: int) -> bool:
+    def step(self, rows: int, width: int) -> float:
+        return 1.0
+
+    def has_step(self, rows: int, width: int, *, is_trusted: bool = False) -> bool:
         return True
-
-    def best(self, rows: int, odds: Sequence[Sequence[float]], *_: Any) -> tuple[int, float]:
-        return (16, 1.0) if any(map(sum, odds)) else (1, 1.0)
-
-    def width(self, rows: int, odds: Sequence[Sequence[float]]) -> int:
-        return self.best(rows, odds)[0]
 
 
 def learned(engine: EngineHarness, drafter: NoisyDrafts) -> list[tuple[object, ...]]:
@@ -76,7 +73,10 @@ def test_rows_whose_masks_are_late_in_a_step_with_drafts_keep_their_tokens(
         assert [tokens(result) for result in engine.run(mixed())] == alone
 
 
-def test_tokens_that_a_schema_forces_are_drafted_and_all_of_them_are_right() -> None:
+def test_tokens_that_a_schema_forces_are_drafted_and_all_of_them_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Drafts whose masks are late are dropped, right or not.
+    monkeypatch.setattr(masks, "MIN_PATIENCE_S", patient(5))
+    monkeypatch.setattr(masks, "MAX_PATIENCE_S", patient(5))
     drafter = Speculator()
     drafter.costs = Free()
     asked = Generate(

@@ -8,7 +8,7 @@ import pytest
 
 from protocol import timing_profile
 from protocol.failures import ExitStatus
-from protocol.timing_profile import CalibrationResult, MeasuredSpeed
+from protocol.timing_profile import CalibrationResult, MeasuredSpeed, PassKind
 from tests.support.engine import EngineHarness, spec
 from worker.tools.calibrate import Bench, calibrate, enough, main
 
@@ -42,8 +42,8 @@ def test_the_next_worker_of_the_model_has_what_was_measured(
     kept = timing_profile.read(file)
     assert kept.calibration is not None
     assert [each.size for each in kept.calibration.decode] == [each.size for each in found if each.kind == "decode"]
-    assert {each.width for each in kept.steps} >= {1, 2}
-    assert {each.is_riding for each in kept.chunks} == {True, False}
+    assert {each.size for each in kept.passes if each.kind is PassKind.STEP} >= {1, 2}
+    assert {each.kind for each in kept.passes} == {PassKind.STEP, PassKind.FUSED, PassKind.ALONE}
     with EngineHarness(msgspec.structs.replace(model, max_running=0), keeps=str(tmp_path)) as engine:
         assert engine.engine.kept is not None
         assert engine.engine.kept.calibration == kept.calibration

@@ -20,7 +20,7 @@ from tests.support.pictures import BLUE, RED, encoded, shape, spoiled
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[EngineHarness]:
-    with EngineHarness(spec(Path("demo-vision"))) as engine:
+    with EngineHarness(spec(Path("demo-vision"), batching="together")) as engine:
         yield engine
 
 

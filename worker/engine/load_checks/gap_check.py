@@ -24,7 +24,7 @@ ROUNDED_LIMIT: Final = 0.5
 _TOP_TOKENS: Final = 8
 
 
-class _Hiding:
+class _GapMaskCache:
     """Cache of one row whose mask hides the gap from the tokens after it."""
 
     def __init__(self, cache: RaggedKVCache) -> None:
@@ -77,7 +77,7 @@ def _sparse(model: Any, ids: list[int]) -> mx.array:
 
 def _hiding(cache: Any) -> Any:
     children = getattr(cache, "caches", None)
-    return type(cache)(*map(_hiding, children)) if children is not None else _Hiding(cache)
+    return type(cache)(*map(_hiding, children)) if children is not None else _GapMaskCache(cache)
 
 
 def _last(logits: mx.array) -> mx.array:

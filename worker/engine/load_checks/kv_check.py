@@ -59,8 +59,9 @@ def quantize_kv(model: Any, config: dict[str, Any], bits: int, ids: Sequence[int
 
 @contextmanager
 def without_codes(model: Any) -> Generator[bool]:
-    """Make passes dequantize KV instead of reading its codes. Yields False if passes dequantize KV without this,
-    too."""
+    """Make passes dequantize KV instead of reading its codes. Yields False if this changes nothing, because passes
+    dequantize KV anyway.
+    """
     form = kv_form_of(model)
     if form is None or not form.reads_codes:
         yield False

@@ -79,7 +79,7 @@ class CheckFailed(Exception):
 
 
 def choose(
-    model: Any, ids: Sequence[int], batching: str, partners: RankPeers | None = None, attend: Attend | None = None
+    model: Any, ids: Sequence[int], batching: str, rank_peers: RankPeers | None = None, attend: Attend | None = None
 ) -> BatchModePlan:
     """Return the first batch mode that is exact. `ids` are at least `SAMPLE_TOKENS` tokens of text.
 
@@ -93,7 +93,7 @@ def choose(
         reason = f", because batching = '{batching}'" if attend is not None else ""
         return replace(_configured(BatchMode(batching), mergeable), attention=f"mlx{reason}")
     started = time.monotonic()
-    check = _Check(model, ids, partners)
+    check = _Check(model, ids, rank_peers)
     plan = check.plan(mergeable)
     plan = replace(plan, attention=check.attention(plan.mode, attend))
     took_ms = (time.monotonic() - started) * 1e3
@@ -122,9 +122,9 @@ def _configured(mode: BatchMode, mergeable: bool) -> BatchModePlan:
 
 
 class _Check:
-    def __init__(self, model: Any, ids: Sequence[int], partners: RankPeers | None) -> None:
+    def __init__(self, model: Any, ids: Sequence[int], rank_peers: RankPeers | None) -> None:
         self._model = model
-        self._partners = partners
+        self._rank_peers = rank_peers
         self._prompts = [
             list(ids[:SHORT_PROMPT_TOKENS]),
             list(ids[SHORT_PROMPT_TOKENS : SHORT_PROMPT_TOKENS + LONG_PROMPT_TOKENS]),
@@ -199,7 +199,7 @@ class _Check:
         if attend is None:
             return "mlx"
         switch = AttentionSwitch(attend)
-        if self._partners is not None:
+        if self._rank_peers is not None:
             return "mlx, because several processes run this model together"
         if not join(self._model, switch):
             return "mlx, because its attention has another form in mlx-lm"
@@ -229,9 +229,9 @@ class _Check:
     ) -> list[_RowOutput]:
         """Run waves of prompts, one after another, through a new batch. The first `begun` rows of a wave generate
         before the wave's other rows are inserted."""
-        if self._partners is not None:
-            cache = self._partners.cache(self._layout, cache_bytes)
-            batch = self._partners.batch(self._model, (), cache, mode)
+        if self._rank_peers is not None:
+            cache = self._rank_peers.cache(self._layout, cache_bytes)
+            batch = self._rank_peers.batch(self._model, (), cache, mode)
         else:
             cache = PrefixCache(self._layout, cache_bytes)
             batch = Batch(self._model, (), cache, mode)

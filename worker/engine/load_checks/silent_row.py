@@ -8,7 +8,7 @@ from worker.engine.row import Row, RowStats, RowText
 from worker.output.stops import StopScanner
 
 
-class _NoText:
+class _NullDetokenizer:
     """Detokenizer of a row without text."""
 
     def add(self, token: int) -> str:
@@ -27,6 +27,6 @@ def silent_row(
         prompt=prompt,
         sampling=Sampling(temperature=0.0, ignore_eos=ignore_eos, stop_ids=tuple(stop_ids)),
         max_tokens=max_tokens,
-        text=RowText(_NoText(), StopScanner(())),
+        text=RowText(_NullDetokenizer(), StopScanner(())),
         stats=RowStats(time.monotonic()),
     )

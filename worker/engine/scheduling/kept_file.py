@@ -19,13 +19,13 @@ from protocol.timing_profile import (
     read,
     write,
 )
-from worker.engine.scheduling.learned import LearnedTimes
 from worker.model.device import machine
+from worker.model.pass_costs import PassCosts
 
 log = logging.getLogger("mlxd.worker")
 
-# The file is written only if at least this many new steps were measured.
-MIN_NEW_STEPS: Final = 20
+# The file is written only if at least this many new passes were measured.
+MIN_NEW_PASSES: Final = 20
 WRITE_INTERVAL_S: Final = 600.0
 
 
@@ -46,12 +46,12 @@ class KeptFile:
         self._folder = folder
         self._empty = TimingProfile(format=FORMAT, key=key, model=model, path=path, machine=machine, written=0.0)
         self._due = 0.0
-        # Number of measured ticks whose times were written to the file.
+        # Number of measured passes whose times were written to the file.
         self._written = 0
         self._is_writable = True
         self._has_warned = False
         self.kept = self._read()
-        self.learned = LearnedTimes(self.kept)
+        self.costs = PassCosts(self.kept.passes if self.kept is not None else ())
         self._load = self.kept.load if self.kept is not None else None
 
     @property
@@ -74,31 +74,25 @@ class KeptFile:
         """Write new times. A calibration that was written in the meantime stays."""
         if not self._has_news:
             return
-        self._written = self.learned.ticks
-        chunks, steps, doubts = self.learned.merged()
+        self._written = self.costs.passes
         self._write(
             structs.replace(
                 self._read() or self._empty,
                 load=self._load,
-                chunks=tuple(chunks),
-                steps=tuple(steps),
-                doubts=doubts,
+                passes=tuple(self.costs.records()),
                 written=time.time(),
             )
         )
 
     def write_calibration(self, calibration: Calibration) -> None:
         """Write the results of a calibration, with its times. Raises `OSError`."""
-        chunks, steps, _ = self.learned.merged()
         before = self._read() or self._empty
         write(
             self._folder,
             structs.replace(
                 before,
                 load=self._load or before.load,
-                chunks=tuple(chunks),
-                steps=tuple(steps),
-                doubts=0,
+                passes=tuple(self.costs.records()),
                 written=time.time(),
                 calibration=calibration,
             ),
@@ -106,7 +100,7 @@ class KeptFile:
 
     @property
     def _has_news(self) -> bool:
-        return self.learned.ticks - self._written >= MIN_NEW_STEPS
+        return self.costs.passes - self._written >= MIN_NEW_PASSES
 
     def _read(self) -> TimingProfile | None:
         file = file_of(self._folder, self._empty.model, self._empty.key)

@@ -13,6 +13,7 @@ from worker.engine.row import Row
 from worker.kv.kv import arrays_of, is_sliceable, leaves
 from worker.kv.quantized import QuantizedKV
 from worker.kv.ragged import STEP, room
+from worker.prefix_cache.prefix import MAX_ARRAYS
 
 # Size of a token id in the prefix cache.
 ID_BYTES: Final = 4
@@ -24,15 +25,17 @@ RESERVED_OUTPUT_TOKENS: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class KvCost:
-    """Bytes of a sequence's KV: per token, per token up to each window size, and independent of the length.
+    """Bytes of a sequence's KV: per token, per token within each size of window, and independent of the length.
 
-    `widest` is the largest number of bytes per token of any layer, dequantized as for attention.
+    `widest` is the largest number of bytes per token of any layer, dequantized as for attention. `arrays` is the number
+    of a sequence's arrays, whatever their size; 0 if it is not counted, as in a group.
     """
 
     token_bytes: int
     windows: tuple[tuple[int, int], ...]
     fixed_bytes: int
     widest: int = 0
+    arrays: int = 0
 
     @classmethod
     def of(cls, caches: Sequence[Any], tokens: int, drafter_bytes: int = 0) -> "KvCost":
@@ -49,7 +52,8 @@ class KvCost:
             else:
                 fixed_bytes += sum(array.nbytes for array in arrays_of([], [leaf]))
         widest = max([*passing, *(each for each, _ in windows)], default=0)
-        return cls(sum(layers) + drafter_bytes, tuple(windows), fixed_bytes, widest)
+        arrays = len(arrays_of([], leaves(caches)))
+        return cls(sum(layers) + drafter_bytes, tuple(windows), fixed_bytes, widest, arrays)
 
     def bytes(self, rows: int, tokens: int) -> int:
         """Return the bytes of `rows` sequences padded to `tokens` tokens."""
@@ -88,9 +92,10 @@ class KvCost:
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """Memory limit for the rows of a batch. `spare` bytes of free buffers can serve as transient memory.
+    """Limit of the memory for the rows of a batch, and of the number of their arrays.
 
-    `step` is the maximum number of tokens of a row in one step.
+    `spare` bytes of free buffers can serve as transient memory; `step` is the maximum number of tokens of a row in one
+    step.
     """
 
     cost: KvCost
@@ -116,6 +121,8 @@ class KvBudget:
         return max(running, key=lambda row: (row.priority, row.stats.admitted, row.arrival))
 
     def _fits(self, rows: int, tokens: int, extra_bytes: int) -> bool:
+        if rows * self.cost.arrays > MAX_ARRAYS:
+            return False
         passing = max(0, self.cost.transient(rows, tokens) - self.spare)
         return self.cost.bytes(rows, tokens) + passing + extra_bytes <= self.limit
 

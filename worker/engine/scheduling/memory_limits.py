@@ -80,6 +80,7 @@ class MemoryLimits:
         limits = self.share.limits()
         if self._partners is not None:
             self.kv_cost, limits = self._partners.least(self.share.order, self.kv_cost, limits)
+        self.cache.arrays_per_row = self.kv_cost.arrays
         self.cache.resize(self._prefixes(limits))
         if self.features is not None:
             self.features.resize(limits.features)
@@ -105,7 +106,7 @@ class MemoryLimits:
     def shrink(self, error: Exception, action: str) -> bool:
         """Clear the caches and halve the limits after a failed allocation. The caller must then call `apply`.
 
-        Returns False if `error` is no failed allocation, or if the limits cannot be halved again.
+        Returns False if `error` is no failed allocation, or if the limits are at their minimum.
         """
         if not is_allocation_failure(error) or not self.share.shrink(time.monotonic()):
             return False

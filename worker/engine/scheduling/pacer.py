@@ -3,42 +3,61 @@
 import time
 
 from protocol.spec import WorkerSpec
+from protocol.timing_profile import PassKind
 from protocol.to_worker import SetPace
 from worker.engine.scheduling.chunking import ChunkPlan, ChunkPolicy, PaceLimits
 from worker.engine.scheduling.kept_file import KeptFile
 from worker.engine.scheduling.pass_time import PassTime
 from worker.engine.scheduling.rests import Rests
-from worker.speculation.policy.draft_width import StepCosts
+from worker.model.pass_costs import PassCosts
 
 
 class Pacer:
     """Decides how many prompt tokens a tick has, and when the tick runs; no output token depends on these decisions.
 
-    `costs` is the table of step times that drafting reads, `kept` the file with times of earlier starts; both may be
-    None. Owned by the engine thread.
+    `costs` is the table of pass times, which drafting also reads. `kept` is the file with times of earlier starts, if
+    there is one. Owned by the engine thread.
     """
 
     def __init__(
-        self, spec: WorkerSpec, costs: StepCosts | None, kept: KeptFile | None, *, can_fuse: bool, has_watchdog: bool
+        self,
+        spec: WorkerSpec,
+        costs: PassCosts,
+        kept: KeptFile | None,
+        *,
+        can_fuse: bool,
+        has_watchdog: bool,
+        pass_tokens: int = 0,
+        block_tokens: int = 1,
     ) -> None:
-        learned = kept.learned if kept is not None else None
-        costs = costs or StepCosts()
         self._policy = ChunkPolicy(
             spec.prefill_chunk,
             costs,
             is_fixed=spec.deterministic,
             has_watchdog=has_watchdog,
             can_fuse=can_fuse,
-            learned=learned,
+            pass_tokens=pass_tokens,
+            block_tokens=block_tokens,
         )
         # This policy sizes the slices that a draft model reads.
-        self._reading = ChunkPolicy(spec.prefill_chunk, costs, has_watchdog=has_watchdog, can_fuse=False)
+        self._reading = ChunkPolicy(
+            spec.prefill_chunk,
+            costs,
+            own=PassKind.READING,
+            has_watchdog=has_watchdog,
+            can_fuse=False,
+            pass_tokens=pass_tokens,
+        )
         self._rests = Rests()
         self._kept = kept
 
     def chunk(self, prefilling: int, decoding: int, longest: int, context: int) -> ChunkPlan:
         """Return the plan of the next tick; see `ChunkPolicy.chunk`."""
         return self._policy.chunk(prefilling, decoding, longest, context)
+
+    def most(self, prefilling: int, decoding: int = 0) -> int:
+        """Return the largest permitted chunk."""
+        return self._policy.most(prefilling, decoding)
 
     def reads(self, decoding: int, unread: int, context: int) -> int:
         """Return how many of its `unread` tokens a draft model reads in the next tick."""
@@ -69,6 +88,11 @@ class Pacer:
     def left_s(self) -> float:
         """Return the seconds of rest that are left."""
         return self._rests.left_s(time.monotonic()) if self._rests.is_on else 0.0
+
+    @property
+    def rested_s(self) -> float:
+        """Return the seconds of all rests until now."""
+        return self._rests.total_s
 
     def worked(self, began: float) -> None:
         """Add the rest for work that began at this time of the monotonic clock and has just ended."""

@@ -17,6 +17,8 @@ class Rests:
     def __init__(self) -> None:
         self.duty = 1.0
         self._until = 0.0
+        # Seconds of all rests since the start.
+        self.total_s = 0.0
 
     def set_duty(self, duty: float) -> None:
         """Set the fraction of the time that is for work."""
@@ -27,8 +29,9 @@ class Rests:
         return self.duty < 1.0
 
     def worked(self, began: float, ended: float) -> None:
-        """Add the rest for this work to the rest that is left."""
+        """Add the rest that this work requires to the rest that is left."""
         rest_s = min(MAX_REST_S, max(0.0, ended - began) * (1 / self.duty - 1))
+        self.total_s += rest_s
         self._until = min(max(self._until, ended) + rest_s, ended + MAX_REST_S)
 
     def left_s(self, now: float) -> float:

@@ -35,7 +35,7 @@ def to_bytes(array: mx.array) -> bytes:
 
 
 class Records:
-    """Open file of one layer; the file stays open until the process ends. Several threads may read it."""
+    """File of one layer, which stays open until the process ends. Several threads may read it."""
 
     def __init__(self, folder: Path, layer: ExpertLayer, readers: ThreadPoolExecutor) -> None:
         self._file = os.open(folder / layer.file, os.O_RDONLY)

@@ -17,13 +17,13 @@ class AdaptedLinear(nn.Module):
     The wrapped layer is only reachable by calls: code that reads the weights directly would ignore the adapter.
     """
 
-    def __init__(self, linear: Any, place: LinearPlace, slots: Slots, bank: StackedWeights) -> None:
+    def __init__(self, linear: Any, place: LinearPlace, slots: Slots, stacked: StackedWeights) -> None:
         super().__init__()
         self.linear = linear
         self._place = place
         self._slots = slots
         # StackedWeights is not a module, so its arrays are not parameters of the model.
-        self.bank = bank
+        self.stacked = stacked
 
     def __call__(self, x: mx.array) -> mx.array:
         y: mx.array = self.linear(x)
@@ -45,19 +45,19 @@ class AdaptedLinear(nn.Module):
 
     def _add(self, x: mx.array, y: mx.array, choice: SlotChoice | None) -> mx.array:
         """Add to `y` the updates for a part's rows, whose tokens are consecutive in `x`."""
-        bank = self.bank
-        if choice is None or choice.used.isdisjoint(bank.updates):
+        stacked = self.stacked
+        if choice is None or choice.used.isdisjoint(stacked.updates):
             return y
         if choice.single is not None:
-            own = bank.updates[choice.single]
+            own = stacked.updates[choice.single]
             return self._scaled(y, own.gain) + ((x @ own.a) @ own.b).astype(y.dtype)
-        slots = choice.within(bank.slots)
+        slots = choice.within(stacked.slots)
         rows, by_row = x.reshape(choice.rows, -1, x.shape[-1]), y.reshape(choice.rows, -1, y.shape[-1])
         if self._slots.gathers:
-            z = mx.gather_mm(mx.gather_mm(rows, bank.a, rhs_indices=slots), bank.b, rhs_indices=slots)
+            z = mx.gather_mm(mx.gather_mm(rows, stacked.a, rhs_indices=slots), stacked.b, rhs_indices=slots)
         else:
-            z = (rows @ bank.a[slots]) @ bank.b[slots]
-        gain = None if bank.gain is None else bank.gain[slots][:, None]
+            z = (rows @ stacked.a[slots]) @ stacked.b[slots]
+        gain = None if stacked.gain is None else stacked.gain[slots][:, None]
         return (self._scaled(by_row, gain) + z.astype(y.dtype)).reshape(y.shape)
 
     def _scaled(self, y: mx.array, gain: mx.array | None) -> mx.array:

@@ -71,7 +71,7 @@ class Adapters:
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.bank.nbytes for _, layer in self._layers.values())
+        return sum(layer.stacked.nbytes for _, layer in self._layers.values())
 
     @property
     def infos(self) -> tuple[AdapterInfo, ...]:
@@ -178,10 +178,10 @@ class Adapters:
         if len(taken) >= ADAPTERS_MAX:
             raise UnusableAdapter(f"{ADAPTERS_MAX} adapters are loaded already, the most that there may be")
         slot = next(slot for slot in range(1, ADAPTERS_MAX + 1) if slot not in taken)
-        banks = [(update.place, self._bank(files, at, slot)) for at, update in enumerate(files.updates)]
+        added = [(update.place, self._stacked(files, at, slot)) for at, update in enumerate(files.updates)]
         before = self.nbytes
-        for place, bank in banks:
-            self._put(place, bank)
+        for place, stacked in added:
+            self._put(place, stacked)
         with ExitStack() as undo:
             undo.callback(self._empty, slot)
             self._try(slot)
@@ -189,33 +189,33 @@ class Adapters:
         nbytes = self.nbytes - before
         return Adapter(slot, AdapterInfo(name, path, files.rank, files.is_dora, nbytes, files.digest, files.base))
 
-    def _bank(self, files: Files, at: int, slot: int) -> StackedWeights:
+    def _stacked(self, files: Files, at: int, slot: int) -> StackedWeights:
         """Return the stacked weights of an updated layer, to which the new slot is added."""
         update = files.updates[at]
         _, adapted = self._layers.get(update.place.path, (None, None))
         linear = adapted.linear if adapted is not None else update.place.holder[update.place.key]
         own = matrices(update, files.data, linear, dtype_of(self._model, linear))
-        bank = adapted.bank.changed(slot, own) if adapted is not None else StackedWeights.of({slot: own})
-        assert bank is not None
-        return bank
+        stacked = adapted.stacked.changed(slot, own) if adapted is not None else StackedWeights.of({slot: own})
+        assert stacked is not None
+        return stacked
 
-    def _put(self, place: LinearPlace, bank: StackedWeights | None) -> None:
+    def _put(self, place: LinearPlace, stacked: StackedWeights | None) -> None:
         """Replace the updates of a layer; without updates, restore the original layer."""
         known = self._layers.get(place.path)
-        if known is not None and bank is not None:
-            known[1].bank = bank
+        if known is not None and stacked is not None:
+            known[1].stacked = stacked
         elif known is not None:
             place.holder[place.key] = known[1].linear
             del self._layers[place.path]
-        elif bank is not None:
-            layer = AdaptedLinear(place.holder[place.key], place, self.slots, bank)
+        elif stacked is not None:
+            layer = AdaptedLinear(place.holder[place.key], place, self.slots, stacked)
             place.holder[place.key] = layer
             self._layers[place.path] = place, layer
 
     def _empty(self, slot: int) -> None:
         for place, layer in list(self._layers.values()):
-            if slot in layer.bank.updates:
-                self._put(place, layer.bank.changed(slot, None))
+            if slot in layer.stacked.updates:
+                self._put(place, layer.stacked.changed(slot, None))
 
     def _try(self, slot: int) -> None:
         """Run a row with the adapter, together with a base row if the batch mode allows that. The base row must not

@@ -18,14 +18,14 @@ BASE: Final = 0
 
 
 class SlotChoice:
-    """Slots of the rows of one part of a pass, at least one of which is not the base's slot."""
+    """Adapter slots of the rows in one part of a packed pass. At least one row has an adapter."""
 
     __slots__ = ("_arrays", "_slots", "rows", "single", "used")
 
     def __init__(self, slots: Sequence[int]) -> None:
         self.rows = len(slots)
         self.used = frozenset(slots) - {BASE}
-        # Slot of all rows, if they have the same slot; otherwise None.
+        # Slot of all rows if they have the same slot, otherwise None.
         self.single = slots[0] if len(set(slots)) == 1 else None
         self._slots = slots
         self._arrays: dict[int, mx.array] = {}
@@ -60,19 +60,19 @@ class Matrices:
 
 
 class Slots:
-    """Slots of the rows of the pass under construction. Owned by the engine thread."""
+    """Adapter slot of each row in the forward pass whose graph is being built. Owned by the engine thread."""
 
     def __init__(self, turn: PackingTurn | None) -> None:
         self.turn = turn or PackingTurn()
         # Only Metal gathers during the multiplication; on a CPU or CUDA each row gets a copy of its matrix.
         self.gathers = mx.metal.is_available()
-        # Slots of each part of the pass; None if all rows use the base.
+        # Adapter slots of each part of the packed pass; None if all rows use the base model.
         self.choices: Sequence[SlotChoice | None] | None = None
         self.shapes: Sequence[Shape] = ()
 
     @contextmanager
     def rows(self, slots: Sequence[Sequence[int]], shapes: Sequence[Shape]) -> Generator[None]:
-        """Set the slots of the rows of each part during a pass."""
+        """Set the adapter slots of each part's rows during a pass."""
         choices = [SlotChoice(part) if any(part) else None for part in slots]
         if any(choice is not None for choice in choices):
             self.choices, self.shapes = choices, shapes

@@ -90,7 +90,7 @@ class ChannelMessages:
             out.end_reasoning()
             return hit
         if recipient and recipient not in _NON_TOOL_RECIPIENTS and self._parse_tools and not self._channels.body:
-            if not (yield from attempt(self._ctx, _Call(recipient), "", out.text)):
+            if not (yield from attempt(self._ctx, _CallBody(recipient), "", out.text)):
                 out.malformed += 1
             return (yield from r.until(self._stop, out.text))
         # Messages to the user may quote calls, so only messages to other recipients are searched for calls.
@@ -104,7 +104,7 @@ class ChannelMessages:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _CallBody:
     """Format of the body of a message to a tool."""
 
     recipient: str

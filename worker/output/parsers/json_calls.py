@@ -70,7 +70,7 @@ class JsonCalls:
 
     def _object(self, ctx: ParserContext) -> Steps[None]:
         """Read one call, after its `{`."""
-        r, depth, call = ctx.r, 1, _Call()
+        r, depth, call = ctx.r, 1, _CallState()
         is_first = True
         while depth:
             char = yield from r.space()
@@ -100,7 +100,7 @@ class JsonCalls:
             ctx.out.args(call.arguments or "{}")
         end(ctx)
 
-    def _field(self, ctx: ParserContext, key: str, call: "_Call") -> Steps[None]:
+    def _field(self, ctx: ParserContext, key: str, call: "_CallState") -> Steps[None]:
         char = yield from ctx.r.space()
         if key in _ARGUMENTS and call.arguments is None and not call.is_announced:
             if char == "{" and call.name and not self.late:
@@ -118,7 +118,7 @@ class JsonCalls:
         elif key in _IDS and text not in ('""', "null") and text[0] not in "[{":
             call.call_id = json.loads(text) if text.startswith('"') else text
 
-    def _announce(self, ctx: ParserContext, call: "_Call", has_arguments: bool = False) -> None:
+    def _announce(self, ctx: ParserContext, call: "_CallState", has_arguments: bool = False) -> None:
         if self.bare and not (has_arguments or call.arguments):
             raise Malformed
         if self.bare and ctx.tools and call.name not in ctx.tools:
@@ -128,7 +128,7 @@ class JsonCalls:
 
 
 @dataclass(slots=True)
-class _Call:
+class _CallState:
     """State of the call that is being read."""
 
     name: str = ""

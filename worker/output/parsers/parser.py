@@ -66,7 +66,7 @@ class Parser:
         return self._out.malformed
 
     def note_control(self, at: int) -> None:
-        """Note that a control token begins at this character of the whole text, which is fed afterwards."""
+        """Record that a control token begins at this character of the whole text, which is fed afterwards."""
         self._r.note_control(at)
 
     def ignore_controls(self) -> None:

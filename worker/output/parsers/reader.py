@@ -172,8 +172,9 @@ class MarkupReader:
         return 0, ""
 
     def _genuine(self, words: MarkerSet, found: re.Match[str]) -> str:
-        """Return the longest of `words` at this match. A word counts only if its control tokens were generated as
-        such."""
+        """Return the longest of `words` that starts where the match starts. A word with control tokens counts only if
+        the model generated these as tokens, not as text.
+        """
         if not self.controls:
             return found[0]
         start = found.start()

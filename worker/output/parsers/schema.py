@@ -90,7 +90,7 @@ class ValueSchema:
 
     @property
     def items(self) -> "ValueSchema":
-        """Return the schema of the items if the value is an array, over all alternatives."""
+        """Return the schema of the items if the value is an array (any of its alternatives' item schemas may apply)."""
         return self._any_of([form["items"] for form in self._alternatives() if "items" in form])
 
     def members(self, texts: Mapping[str, str]) -> "dict[str, ValueSchema]":

@@ -13,7 +13,7 @@ from worker.output.parsers.schema import ANY, STRING, Parameters, Types, coerced
 _ATTRIBUTE = re.compile(r"([\w:]+)\s*=\s*(?:\"([^\"]*)\"|'([^']*)'|([^\s\"'>]+))")
 _WRAPPERS: Final = frozenset({"properties", "arguments", "parameters"})
 _CDATA: Final = "<![CDATA["
-# First characters of values of unknown type that may be something other than a string.
+# A value of unknown type is a string unless it begins with one of these characters, or with whitespace.
 _MAYBE_JSON: Final = frozenset('{["-0123456789tfnTFN+.(')
 _TYPES: Final[dict[str, Types]] = {
     "string": STRING,
@@ -88,8 +88,8 @@ class XmlCalls:
             yield from r.literal(markers(closing))
         name = checked(_attribute(head, "name", "tool") or head.strip().removeprefix("="))
         known = markers(self.param, self.call_end, *self.wrap_end, *((self.json_block,) if self.json_block else ()))
-        # A call is announced only once its parameters or its end marker follow. Within a wrapper, other text may come
-        # first.
+        # A call is announced only when a parameter or its end marker follows its name. Inside a wrapper, text between
+        # them is skipped.
         if is_alone or not self.call:
             hit = yield from r.expect(known)
         else:

@@ -17,9 +17,9 @@ from mlx_vlm.speculative.drafters.laguna_dflash import LagunaDFlashDraftModel
 from mlx_vlm.speculative.drafters.muse_glimmer_assistant import MuseGlimmerAssistantDraftModel
 from mlx_vlm.speculative.drafters.qwen3_dflash import DFlashDraftModel
 
+from worker.model.pass_costs import WIDTHS
 from worker.speculation.drafters.block_attention import BlockLayerCache, BlockPass, wrap
 from worker.speculation.drafters.target import evaluate_weights, tables, with_vocab
-from worker.speculation.policy.draft_width import WIDTHS
 from worker.vision.multimodal_merge import text_core
 
 Choose = Callable[[mx.array, int], mx.array]
@@ -90,8 +90,8 @@ class BlockHead:
     ) -> mx.array:
         """Return hidden states `[rows, count, size]` of the drafted tokens.
 
-        Drafted tokens follow the tokens `anchors` `[rows, 1]`, and these follow the target's states `[rows, width, …]`,
-        of which row i has `lengths[i]`.
+        `states` `[rows, width, …]` are the target's states, of which the first `lengths[i]` belong to row i. The tokens
+        `anchors` `[rows, 1]` follow them, and then the `count` drafted tokens of each row.
         """
         config, width = self._model.config, states.shape[1]
         is_level = (

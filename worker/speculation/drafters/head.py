@@ -21,8 +21,8 @@ Transform = Callable[[mx.array], mx.array]
 class PredictionHead(nn.Module):
     """Prediction head bound to its target. It uses the target's embedding table and `lm_head`, or its own.
 
-    Its output is a hidden state: logits are computed from it, and it replaces the target's when the head continues
-    after its own draft.
+    Its output is a hidden state, from which logits are computed. When the head continues after its own draft, this
+    state replaces the target's.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Drafts by a prediction head, for the rows of a batch: one forward pass of the head per token.
 
 An input of the head is a pair: the target's hidden state at a position, and the token after it. Within a draft the head
-uses its own states instead. These are removed from its caches afterwards, because the next draft begins with the
-target's states of the accepted tokens.
+uses its own states instead. Its own states are removed from its caches afterwards, because the next draft begins with
+the target's states of the accepted tokens.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Drafts from captured hidden states of the target, for the rows of a batch.
 
 The drafter has its own KV, with a row for each row of the target. It processes a row's recorded states when a draft is
-requested: the newest together with those of the other rows. A row whose KV comes from the prefix cache, or that returns
-from the queue, has no states for tokens that were not computed again.
+requested. The newest of them are processed together with those of the other rows. A row whose KV comes from the prefix
+cache, or that returns from the queue, has no states for tokens that were not computed again.
 """
 
 from abc import abstractmethod

@@ -21,7 +21,8 @@ SIDECAR: Final = "mtp.safetensors"
 _QWEN_PREFIX: Final = "mtp."
 # Maximum length of an error's text in a reason; some errors list hundreds of names.
 _MAX_REASON_CHARS: Final = 200
-# Formats of heads in folders of their own by `model_type`, with pairs of a tensor prefix and its new name.
+# Format of a head in a folder of its own, by the folder's `model_type`, with pairs of a tensor prefix and its
+# replacement.
 ALONE: Final[Mapping[str, tuple[HeadForm, Sequence[tuple[str, str]]]]] = {
     "qwen3_5_mtp": (QWEN, ((_QWEN_PREFIX, ""),)),
     "glm4_moe_lite_mtp": (
@@ -144,7 +145,8 @@ def _build(kind: str, config: dict[str, Any], sizes: dict[str, Any], stored: Sto
         raise ValueError("its weights are quantized, which spoils a head")
     for name, weight in stored.weights.items():
         part, _, leaf = name.rpartition(".")
-        # mlx-lm's `sanitize` already adds 1 to the norms in the layers of Qwen3-Next.
+        # Zero-centered norms are stored without the 1 that is added here. mlx-lm's `sanitize` adds it to the layers of
+        # Qwen3-Next.
         is_done = kind == "qwen3_next" and name.startswith("layers.")
         if stored.is_zero_centered and weight.ndim == 1 and "norm" in name and not is_done:
             weight = weight + 1.0

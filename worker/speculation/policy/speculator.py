@@ -9,9 +9,10 @@ from typing import Final
 
 from protocol.stats import DraftStats, Stats
 from worker.errors import is_allocation_failure, is_gpu_fault
+from worker.model.pass_costs import WIDTHS, PassCosts
 from worker.speculation.draft_state import BackOff, Branch, DraftedRow, DraftedText, Drafting
 from worker.speculation.drafter import Drafter, Draw, Proposer, Rows
-from worker.speculation.policy.draft_width import WIDTHS, StepCosts
+from worker.speculation.policy.draft_width import best_width, may_pay
 from worker.speculation.policy.proposals import PRIOR_ACCEPTANCE, Proposals
 from worker.speculation.text_sources.indexed_text import MAX_MATCH_TOKENS, MIN_MATCH_TOKENS, Tokens
 from worker.speculation.text_sources.lookup import DraftSource, LookupGuess, OutputHistory
@@ -20,7 +21,7 @@ log = logging.getLogger("mlxd.worker")
 
 # Assumed acceptance of looked-up tokens until a looked-up token has been verified.
 _PRIOR_ACCEPTANCE: Final = 0.8
-# Weights of a newly verified token: in the acceptance of its class of matches, and in that of its row.
+# Weight of a newly verified token in the acceptance of its class of matches, then in that of its row.
 _LEARNING_RATE: Final = 0.02
 _ROW_LEARNING_RATE: Final = 0.15
 # Whenever a row has a draft, the row's acceptance moves back by this share towards the assumed acceptance, so that a
@@ -36,7 +37,7 @@ _MAX_BATCH_BACK_OFF: Final = 2
 # Maximum number of tokens of a row's text that a tick indexes: a whole long prompt would take the time of several
 # steps.
 _INDEXED_TOKENS_PER_TICK: Final = 4096
-# Lower bounds of the match lengths of each class of matches; each class has its own acceptance.
+# Minimum match length of each class of matches. Each class has its own acceptance.
 _MATCH_LENGTHS: Final = (3, 5, 9, 17)
 
 
@@ -56,8 +57,8 @@ class Speculator(Drafter):
 
     widest = WIDTHS[-1]
 
-    def __init__(self, proposer: Proposer | None = None) -> None:
-        self.costs = StepCosts()
+    def __init__(self, proposer: Proposer | None = None, costs: PassCosts | None = None) -> None:
+        self.costs = costs or PassCosts()
         self._proposals = Proposals(proposer) if proposer is not None else None
         absent = [source for source in _MODELS if proposer is None or proposer.source != source]
         self.counts = {source: DraftCounts() for source in DraftSource if source not in absent}
@@ -70,26 +71,25 @@ class Speculator(Drafter):
         # Drafts of the newest block, by row.
         self._guesses: list[LookupGuess | None] = []
 
-    @property
-    def width(self) -> int:
-        """Return the width of the newest step."""
-        return self.costs.newest[1]
-
-    @property
-    def gain(self) -> float:
-        """Return the tokens per second of recent blocks divided by those of plain steps; 0.0 before any block."""
-        rows, width = self.costs.block
-        if width == 1:
-            return 0.0
-        plain_s = self.costs.scaled(rows, 1)
-        return self.costs.gain(rows, width, self._proposals.seconds(rows, width, plain_s) if self._proposals else 0.0)
-
     def stats(self) -> Stats:
         drafted = tuple(
             DraftStats(source, counts.drafts, counts.tokens, counts.accepted, tuple(counts.by_position))
             for source, counts in self.counts.items()
         )
-        return Stats(drafted=drafted, draft_width=self.width, draft_gain=self.gain)
+        return Stats(drafted=drafted, draft_width=self.costs.width, draft_gain=self.gain)
+
+    @property
+    def gain(self) -> float:
+        """Return the tokens per second of recent blocks divided by those of plain steps; 0.0 before any block.
+
+        A block takes no less time than a plain step, so a higher gain than its width is an error of the times.
+        """
+        rows, width = self.costs.block_rows, self.costs.block_width
+        if width == 1:
+            return 0.0
+        plain_s = self.costs.scaled_step(rows, 1)
+        draft_s = self._proposals.seconds(rows, width, plain_s) if self._proposals else 0.0
+        return min(self.costs.gain(rows, width, draft_s), width)
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +104,7 @@ class Speculator(Drafter):
             return 0
         try:
             return self._proposals.proposer.read(count)
-        except Exception as error:  # the boundary to the drafting model, without which rows continue
+        except Exception as error:  # any error of the drafting model ends only its drafts
             self._disable_model(self._proposals, error)
             return 0
 
@@ -150,7 +150,7 @@ class Speculator(Drafter):
             row.draft.followed.expected = tokens
 
     def is_ready(self, rows: Sequence[DraftedRow], most: Sequence[int]) -> bool:
-        if not self.costs.may_pay(len(rows)):
+        if not may_pay(self.costs, len(rows)):
             return False
         odds: list[list[float]] = []
         is_pausing, has_guess = self._back_off.skips(), False
@@ -174,7 +174,7 @@ class Speculator(Drafter):
             if self._proposals is not None:
                 row.model_rate += _MODEL_RECOVERY_RATE * (PRIOR_ACCEPTANCE - row.model_rate)
                 models.append(max(self._model_odds(each, row, limit), own, key=sum))
-        if any(odds) and self.costs.width(len(rows), odds) > 1:
+        if any(odds) and best_width(self.costs, len(rows), odds)[0] > 1:
             self._back_off.reset()
             return True
         if has_guess:
@@ -193,9 +193,9 @@ class Speculator(Drafter):
                     guess = self._branch(row, longest, token) or self._guess_behind(row, longest, token)
             odds.append(self._odds(row, guess) if row is not None and guess is not None else [])
             self._guesses.append(guess)
-        width, rate = self.costs.best(len(rows), odds) if any(odds) else (1, 0.0)
+        width, gain = best_width(self.costs, len(rows), odds)
         if self._proposals is not None:
-            width = self._ask_model(rows, newest, most, odds, width, rate)
+            width = self._ask_model(rows, newest, most, odds, width, gain)
         return [guess.tokens[: width - 1] if guess is not None else [] for guess in self._guesses]
 
     def _ask_model(
@@ -205,7 +205,7 @@ class Speculator(Drafter):
         most: Sequence[int],
         odds: Sequence[list[float]],
         width: int,
-        rate: float,
+        gain: float,
     ) -> int:
         """Replace a row's guess by the model's draft where that promises more accepted tokens, if the step gains more
         than the model's time costs.
@@ -218,8 +218,8 @@ class Speculator(Drafter):
             for row, limit in zip(rows, most, strict=True)
         ]
         mixed = [max(model, own, key=sum) for model, own in zip(models, odds, strict=True)]
-        asked, asked_rate = self._best_with_model(len(rows), mixed)
-        if asked <= 1 or asked_rate <= rate:
+        asked, asked_gain = self._best_with_model(len(rows), mixed)
+        if asked <= 1 or asked_gain <= gain:
             return width
         followed = [
             (at, row.draft.followed.lookup.text)
@@ -231,7 +231,7 @@ class Speculator(Drafter):
         known, texts = [rows[at] for at, _ in followed], [text for _, text in followed]
         try:
             drafts = self._proposals.propose(len(rows), known, texts, [newest[at] for at, _ in followed], asked)
-        except Exception as error:  # the boundary to the drafting model, without which rows continue
+        except Exception as error:  # any error of the drafting model ends only its drafts
             self._disable_model(self._proposals, error)
             return width
         for (at, _), drafted in zip(followed, drafts, strict=True):
@@ -242,7 +242,7 @@ class Speculator(Drafter):
     def _best_with_model(self, rows: int, odds: Sequence[Sequence[float]]) -> tuple[int, float]:
         proposals = self._proposals
         assert proposals is not None
-        return self.costs.best(rows, odds, lambda width, plain: proposals.seconds(rows, width, plain))
+        return best_width(self.costs, rows, odds, lambda width, plain: proposals.seconds(rows, width, plain))
 
     def _model_odds(self, row: DraftedRow, followed: DraftedText, limit: int) -> list[float]:
         assert self._proposals is not None
@@ -267,12 +267,14 @@ class Speculator(Drafter):
             counts.drafts += 1
             counts.tokens += len(draft)
             counts.accepted += right
+            row.counts.drafted += len(draft)
+            row.counts.accepted += right
             if guess.source is DraftSource.PREDICTION:
-                row.drafted += len(draft)
-                row.accepted += right
+                row.counts.predicted += len(draft)
+                row.counts.predicted_accepted += right
             for at in range(right):
                 counts.by_position[at] += 1
-            if guess.source is not DraftSource.GRAMMAR:  # a grammar's tokens were certain
+            if guess.source is not DraftSource.GRAMMAR:  # a grammar's draft was certain, so nothing is learned from it
                 self._learn(row, guess, len(draft), right)
 
     def _learn(self, row: DraftedText, guess: LookupGuess, drafted: int, right: int) -> None:

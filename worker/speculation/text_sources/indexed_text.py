@@ -11,7 +11,7 @@ Tokens = npt.NDArray[np.int32]
 # Minimum length of a match: shorter matches are rarely right, and longer ones are not right more often.
 MIN_MATCH_TOKENS: Final = 3
 MAX_MATCH_TOKENS: Final = 32
-# Separator of texts, also in place of tokens that must not be drafted: no draft extends over it.
+# Separator of texts. It also replaces tokens that must not be drafted, because no draft extends over it.
 BREAK: Final = -1
 # Maximum number of matches that a search compares.
 _MAX_COMPARED: Final = 16
@@ -20,7 +20,7 @@ _MAX_VISITED: Final = 64
 # Maximum number of places that one search adds to the index: indexing a whole long text would take as long as several
 # steps.
 _SEARCH_INDEX_TOKENS: Final = 4096
-# Ranges of up to this many places are indexed in a loop, which is faster than NumPy's vectors for them.
+# Up to this many places are indexed in a loop, because NumPy's vectors are slower for so few.
 _MAX_LOOPED_PLACES: Final = 16
 # Multipliers of xxHash32.
 _PRIMES: Final = (2654435761, 2246822519, 3266489917)

@@ -69,9 +69,7 @@ class Lookup(IndexedTokens):
         return self.tokens[self._predicted :]
 
     def guess(self, most: int, history: IndexedTokens) -> LookupGuess | None:
-        """Return a draft of at most `most` tokens, and of at most as many tokens as matched before it; None without a
-        match.
-        """
+        """Return a draft of at most `most` tokens that is no longer than the match before it; None without a match."""
         tail = self.text[-MAX_MATCH_TOKENS:]
         at, match = self.longest(tail)
         if at >= 0:

@@ -113,7 +113,7 @@ def _format(family: str, marks: MarkupTokens) -> CallFormat:
     if family == "pythonic" or not grammar.formats:
         assert grammar.opening is not None
         return grammar.opening
-    # Llama's format is for code in families that also have other formats.
+    # A family with several formats uses Llama's format for code, not for calls.
     usual = [form for form in grammar.formats if not isinstance(form, LlamaCalls)] or grammar.formats
     known = [form for form in usual if any(marks.has(start) for start in form.starts)]
     if not known and isinstance(grammar.opening, PythonCalls):

@@ -49,13 +49,13 @@ class EngineSession:
         intake: Intake,
         spec: WorkerSpec,
         drafter: Drafter | None = None,
-        partners: RankPeers | None = None,
+        rank_peers: RankPeers | None = None,
     ) -> None:
         self.gauges = Gauges()
         self._intake = intake
         self._inbox = EngineInbox()
         self._engine = Engine(
-            loaded, spec, self._inbox, self._receive, self.gauges, intake.writer, drafter, partners=partners
+            loaded, spec, self._inbox, self._receive, self.gauges, intake.writer, drafter, rank_peers=rank_peers
         )
         self._outputs: dict[int, VerifiedOutput] = {}
         self._waves: list[Sequence[Generate]] = []

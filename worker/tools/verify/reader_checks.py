@@ -21,7 +21,9 @@ _LOW_PRECISION_TOLERANCE: Final = 0.02
 
 
 def reader_checks(reader: EmbeddingModel) -> Generator[VerifyCheck]:
-    """Compare a padded pass of all inputs, and passes of equal lengths, with each alone. Raises `RequestInvalid`."""
+    """Compare the result of each input alone with its result in a pass of all inputs, and in two smaller passes: one of
+    the three inputs of equal length, one of the others. Raises `RequestInvalid`.
+    """
     texts = tuple(" ".join(f"word{at * 7 % 100}" for at in range(words)) for words in _WORDS)
     prompt = EmbedPrompt(texts, truncate=-1) if reader.kind == EMBED else ScorePrompt(("word7",), texts, truncate=-1)
     items = Preparer(reader).job(Generate(1, prompt, Sampling()), 0.0).items

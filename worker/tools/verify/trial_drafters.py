@@ -1,4 +1,4 @@
-"""Drafters that always draft, even if drafts are not worth their time, to check that drafts change no token."""
+"""Drafters that ignore whether drafts are worth their time. They serve to check that drafts change no token."""
 
 import random
 from collections.abc import Sequence
@@ -72,12 +72,12 @@ class NoisyDrafts(_TrialDrafts):
     """Drafter that takes drafts of varying length from the rows' known outputs, and replaces some tokens by random
     ones."""
 
-    def __init__(self, vocab_size: int, longest: int = 6) -> None:
+    def __init__(self, vocab_size: int, longest: int = 6, seed: int = 0) -> None:
         super().__init__(longest)
         self._texts: list[list[int]] = []
         self._vocab_size = vocab_size
         self._longest = longest
-        self._rng = random.Random(0)
+        self._rng = random.Random(seed)
 
     def learn(self, text: Sequence[int]) -> None:
         """Add a whole sequence of prompt and output."""

@@ -1,18 +1,20 @@
 """Requests of a verification: short and long, greedy and sampled, with pictures, and with adapters."""
 
+import hashlib
+import io
 import math
 import random
 from collections.abc import Sequence
 from typing import Final
 
 from msgspec.structs import replace
+from PIL import Image
 
-from protocol.prompts import ChatPrompt, TextPrompt, TokensPrompt
+from protocol.prompts import ChatPrompt, Media, TextPrompt, TokensPrompt
 from protocol.to_worker import Generate, Sampling
 from worker.model.loader import LoadedModel
 from worker.model.lora.adapters import adapters_of
 from worker.sparse.selected_tokens import BLOCK_TOKENS
-from worker.vision.samples import picture
 
 PARTS: Final = (0.02, 0.15, 0.5, 1.0)
 SHARED_PART: Final = 0.375
@@ -28,6 +30,8 @@ SPARSE_ROWS: Final = 3
 SPARSE_PROMPT: Final = 10 * BLOCK_TOKENS
 SPARSE_KEEP: Final = 0.8
 SPARSE_OUTPUT: Final = 12
+# Number of pixels per side of a square in a picture.
+SQUARE_PIXELS: Final = 24
 WORDS: Final = (
     "time", "people", "water", "light", "house", "river", "stone", "music", "paper", "green", "small", "early", "under",
     "after", "between", "never", "always", "because",
@@ -97,3 +101,12 @@ def crowd_requests(vocab_size: int) -> list[Generate]:
 def _request(rid: int, prompt: tuple[int, ...], max_tokens: int) -> Generate:
     sampling = Sampling(temperature=0.8 if rid % 2 else 0.0, seed=rid, ignore_eos=True)
     return Generate(rid, TokensPrompt(prompt), sampling, max_tokens=max_tokens, top_logprobs=2)
+
+
+def picture(seed: int, wide: int = 6, high: int = 6) -> Media:
+    """Return a PNG of `wide` × `high` coloured squares."""
+    squares = Image.frombytes("RGB", (wide, high), random.Random(seed).randbytes(3 * wide * high))
+    stream = io.BytesIO()
+    squares.resize((wide * SQUARE_PIXELS, high * SQUARE_PIXELS), Image.Resampling.NEAREST).save(stream, "PNG")
+    data = stream.getvalue()
+    return Media("image", hashlib.blake2b(data, digest_size=32).digest(), data)

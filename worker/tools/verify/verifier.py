@@ -44,7 +44,9 @@ CROWD_TOKENS: Final = 512
 
 
 class Verifier:
-    """All checks of one model. The first runs alone and without caches; its outputs are expected of all others."""
+    """All checks of one model. The first check runs each request alone and without caches; all other checks must give
+    the same outputs.
+    """
 
     def __init__(
         self,
@@ -52,9 +54,9 @@ class Verifier:
         spec: WorkerSpec,
         tokens: int,
         words: int = LONGEST_WORDS,
-        partners: RankPeers | None = None,
+        rank_peers: RankPeers | None = None,
     ) -> None:
-        self._partners = partners
+        self._rank_peers = rank_peers
         self._loaded = loaded
         self._intake = Intake(loaded, spec.parser, sparse=SparseLimits(spec.sparse_keep))
         # Caches are off, unless a check needs them.
@@ -62,7 +64,7 @@ class Verifier:
             spec, cache_bytes=0, disk_cache_dir="", disk_cache_bytes=0, max_running=16, speculate="off"
         )
         self._requests = text_requests(tokens, words, loaded.max_context)
-        # Requests that repeat the first text, once per adapter and way of sampling.
+        # Requests for each adapter, greedy and sampled, with the texts of the first requests.
         self._adapted = adapter_requests(loaded, self._requests)
         self._requests += self._adapted
         # Requests with pictures; the first two have different pictures with the same text.
@@ -89,7 +91,7 @@ class Verifier:
         yield from self._cached()
         yield self._preempted()
         yield self._resumed()
-        if self._partners is not None:
+        if self._rank_peers is not None:
             return
         yield self._speculated()
         if self._loaded.proposer is not None:
@@ -126,7 +128,7 @@ class Verifier:
             return
         warm = self._session(replace(self._spec, cache_bytes=CACHE_BYTES)).run([self._requests, self._requests])
         yield self._compare("cache in memory", warm, must_hit=True)
-        if self._partners is None:
+        if self._rank_peers is None:
             yield self._disk()
 
     def _disk(self) -> VerifyCheck:
@@ -207,7 +209,7 @@ class Verifier:
         return compare("sparse prefill", self._run_rest(requests, alone, cuts), alone)
 
     def _session(self, spec: WorkerSpec, drafter: Drafter | None = None) -> EngineSession:
-        return EngineSession(self._loaded, self._intake, spec, drafter, self._partners)
+        return EngineSession(self._loaded, self._intake, spec, drafter, self._rank_peers)
 
     def _compare(self, name: str, outputs: Sequence[VerifiedOutput], *, must_hit: bool = False) -> VerifyCheck:
         check = compare(name, outputs, self._alone)

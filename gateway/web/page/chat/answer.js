@@ -228,12 +228,14 @@ export class Answer {
     this.#thinkingSince = 0;
   }
 
-  /** @param {{prompt: number, cached: number, completion: number, reasoning: number}} usage */
-  #count({ prompt, cached, completion, reasoning }) {
+  /** @param {{prompt: number, cached: number, completion: number, reasoning: number, timing?: Record<string, number>}} usage */
+  #count({ prompt, cached, completion, reasoning, timing }) {
     const seconds = (performance.now() - this.#firstAt) / 1000;
     // The first token's time is the prompt's.
     const speed = this.#firstAt && completion > 1 && seconds > 0.001 ? { rate: (completion - 1) / seconds } : {};
-    this.draft.timings = { ...this.draft.timings, prompt, cached, tokens: completion, reasoning_tokens: reasoning, ...speed };
+    const waits = Object.fromEntries(Object.keys(t.phases).map((name) => [name, timing?.[name] ?? 0]));
+    const request = this.requestId;
+    this.draft.timings = { ...this.draft.timings, prompt, cached, tokens: completion, reasoning_tokens: reasoning, request, waits, ...speed };
   }
 
   /** Shows the draft with the next frame, and saves it now and then. */

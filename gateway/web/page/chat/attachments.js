@@ -1,4 +1,4 @@
-// Files attached to the next message: text for every model, images for those that see.
+// Files attached to the next message: text and PDFs for every model, images for those that see.
 
 import { signal } from "../vendor/preact.js";
 import { t } from "../strings.js";
@@ -7,8 +7,9 @@ import { notify } from "../parts/notice.js";
 
 /** @typedef {{name: string, type: string, bytes: ArrayBuffer}} Attachment */
 
-const IMAGE_BYTES_MAX = 20 * 1024 ** 2;
+const MEDIA_BYTES_MAX = 20 * 1024 ** 2;
 const TEXT_BYTES_MAX = 1024 ** 2;
+const PDF_TYPE = "application/pdf";
 export const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 
 /** @type {import("../vendor/preact.js").Signal<Attachment[]>} */
@@ -18,17 +19,18 @@ export const attachments = signal([]);
 export async function attach(files, takesImages) {
   for (const file of files) {
     const isImage = file.type.startsWith("image/");
+    const isText = !isImage && file.type !== PDF_TYPE;
     if (isImage && !takesImages) notify(t.seesNoImages(file.name), true);
     else if (isImage && !IMAGE_TYPES.includes(file.type)) notify(t.unknownImage(file.name), true);
-    else if (file.size > (isImage ? IMAGE_BYTES_MAX : TEXT_BYTES_MAX)) notify(t.tooLarge(file.name), true);
-    else await add(file, isImage);
+    else if (file.size > (isText ? TEXT_BYTES_MAX : MEDIA_BYTES_MAX)) notify(t.tooLarge(file.name), true);
+    else await add(file, isText);
   }
 }
 
-/** @param {File} file @param {boolean} isImage */
-async function add(file, isImage) {
+/** @param {File} file @param {boolean} isText */
+async function add(file, isText) {
   const bytes = await file.arrayBuffer();
-  if (!isImage) {
+  if (isText) {
     try {
       new TextDecoder("utf-8", { fatal: true }).decode(bytes);
     } catch {
@@ -36,12 +38,12 @@ async function add(file, isImage) {
       return;
     }
   }
-  attachments.value = [...attachments.value, { name: file.name, type: isImage ? file.type : "text/plain", bytes }];
+  attachments.value = [...attachments.value, { name: file.name, type: isText ? "text/plain" : file.type, bytes }];
 }
 
 /** @param {boolean} takesImages */
 export async function chooseAttachments(takesImages) {
-  const text = "text/*,.md,.py,.js,.ts,.json,.toml,.yaml,.yml,.csv,.log,.rs,.go,.swift,.c,.h,.cpp,.java,.sql,.sh,.html,.css";
+  const text = ".pdf,text/*,.md,.py,.js,.ts,.json,.toml,.yaml,.yml,.csv,.log,.rs,.go,.swift,.c,.h,.cpp,.java,.sql,.sh,.html,.css";
   await attach(await chooseFiles({ accept: takesImages ? `${IMAGE_TYPES.join(",")},${text}` : text, isMany: true }), takesImages);
 }
 

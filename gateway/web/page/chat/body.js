@@ -23,17 +23,18 @@ function dataAddress(file) {
 /** @param {string} text */
 const fence = (text) => "`".repeat(Math.max(3, ...(text.match(/`+/g) ?? []).map((ticks) => ticks.length + 1)));
 
-/** Text of a user's message with its text files, and its images. @param {Message} message */
+/** @param {StoredFile} file */
+const isText = (file) => !file.type.startsWith("image/") && file.type !== "application/pdf";
+
+/** Text of a user's message with its text files, and its images and PDFs. @param {Message} message */
 async function partsOf(message) {
   const files = (await Promise.all(message.files.map(readFile))).filter((file) => file !== undefined);
-  const images = files.filter((file) => file.type.startsWith("image/"));
-  const quoted = files
-    .filter((file) => !file.type.startsWith("image/"))
-    .map((file) => {
-      const text = new TextDecoder().decode(file.bytes);
-      return `${file.name}:\n${fence(text)}\n${text}\n${fence(text)}`;
-    });
-  return { text: [...quoted, message.text].filter(Boolean).join("\n\n"), images: images.map(dataAddress) };
+  const media = files.filter((file) => !isText(file));
+  const quoted = files.filter(isText).map((file) => {
+    const text = new TextDecoder().decode(file.bytes);
+    return `${file.name}:\n${fence(text)}\n${text}\n${fence(text)}`;
+  });
+  return { text: [...quoted, message.text].filter(Boolean).join("\n\n"), media };
 }
 
 /** @param {Conversation} conversation */
@@ -74,9 +75,13 @@ async function completionMessage(message) {
       ...(calls.length ? { tool_calls: calls } : {}),
     };
   }
-  const { text, images } = await partsOf(message);
-  if (!images.length) return { role: "user", content: text };
-  const parts = images.map((url) => ({ type: "image_url", image_url: { url } }));
+  const { text, media } = await partsOf(message);
+  if (!media.length) return { role: "user", content: text };
+  const parts = media.map((file) =>
+    file.type.startsWith("image/")
+      ? { type: "image_url", image_url: { url: dataAddress(file) } }
+      : { type: "file", file: { filename: file.name, file_data: dataAddress(file) } },
+  );
   return { role: "user", content: text ? [...parts, { type: "text", text }] : parts };
 }
 
@@ -104,8 +109,13 @@ export const isResponse = (conversation, branch) => conversation.sampling.stop =
 async function responseItems(message) {
   if (message.role === "tool") return [{ type: "function_call_output", call_id: message.call_id, output: message.text }];
   if (message.role === "user") {
-    const { text, images } = await partsOf(message);
-    const parts = images.map((url) => /** @type {Record<string, unknown>} */ ({ type: "input_image", image_url: url }));
+    const { text, media } = await partsOf(message);
+    /** @type {Record<string, unknown>[]} */
+    const parts = media.map((file) =>
+      file.type.startsWith("image/")
+        ? { type: "input_image", image_url: dataAddress(file) }
+        : { type: "input_file", filename: file.name, file_data: dataAddress(file) },
+    );
     if (text) parts.push({ type: "input_text", text });
     return [{ type: "message", role: "user", content: parts }];
   }

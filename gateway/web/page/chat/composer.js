@@ -79,10 +79,21 @@ function Context({ model }) {
   return html`<span class=${used > context * 0.9 ? "context full" : "context"} title=${t.contextUsed}>${count(used)} / ${count(context)}</span>`;
 }
 
+/** @param {{file: import("./attachments.js").Attachment}} props */
+function Thumbnail({ file }) {
+  const [url, setUrl] = useState("");
+  useEffect(() => {
+    const made = URL.createObjectURL(new Blob([file.bytes], { type: file.type }));
+    setUrl(made);
+    return () => URL.revokeObjectURL(made);
+  }, [file]);
+  return url ? html`<img class="thumbnail" src=${url} alt="" />` : html`<${Icon} name="image" />`;
+}
+
 function Attached() {
   const files = attachments.value;
   if (!files.length) return null;
   return html`<div class="files">${files.map((file) => html`<span class="chip" key=${file}>
-    <${Icon} name=${file.type.startsWith("image/") ? "image" : "file"} />${file.name}
+    ${file.type.startsWith("image/") ? html`<${Thumbnail} file=${file} />` : html`<${Icon} name="file" />`}${file.name}
     <button type="button" class="quiet" aria-label=${t.detach(file.name)} onClick=${() => detach(file)}><${Icon} name="cross" /></button></span>`)}</div>`;
 }

@@ -10,11 +10,15 @@ import { count, duration, rate } from "../text/format.js";
 import { Markdown } from "../text/markdown.js";
 import * as conversations from "./conversations.js";
 import { Progress } from "./progress.js";
+import { Why } from "./why.js";
 
 /**
  * @typedef {import("../history/database.js").Message} MessageRecord
  * @typedef {import("./answer.js").Answer} Answer
  */
+
+/** Shorter phases are not shown. */
+const SHOWN_MS = 10;
 
 /** @param {{name: string, label: string, onClick: () => void, isOff?: boolean}} props */
 const Action = ({ name, label, onClick, isOff }) =>
@@ -124,11 +128,16 @@ function Ending({ message, isLast }) {
 
 /** @param {{message: MessageRecord}} props */
 function Numbers({ message }) {
-  const { tokens, rate: perSecond, ttft_ms: ttft, prompt, cached } = message.timings;
+  const { tokens, rate: perSecond, ttft_ms: ttft, prompt, cached, request, waits } = message.timings;
   if (tokens === undefined) return null;
   const parts = [t.tokens(count(tokens)), perSecond === undefined ? "" : t.perSecond(rate(perSecond)), ttft === undefined ? "" : t.firstAfter(duration(ttft / 1000))];
-  const title = t.promptTokens(count(prompt ?? 0), count(cached ?? 0));
-  return html`<span class="numbers" title=${title}>${parts.filter(Boolean).join(" · ")}</span>`;
+  const spent = Object.entries(waits ?? {}).filter(([, ms]) => ms >= SHOWN_MS);
+  const title = [
+    t.promptTokens(count(prompt ?? 0), count(cached ?? 0)),
+    ...spent.map(([name, ms]) => `${t.phases[name]}: ${duration(ms / 1000)}`),
+  ].join("\n");
+  return html`<span class="numbers" title=${title}>${parts.filter(Boolean).join(" · ")}</span>
+    ${request ? html`<${Why} request=${request} />` : null}`;
 }
 
 /** @param {{message: MessageRecord, messages: Map<string, MessageRecord>, isBusy: boolean}} props */

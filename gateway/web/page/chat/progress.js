@@ -20,6 +20,12 @@ async function look(model, requestId) {
   return { status: status.models.find((/** @type {any} */ each) => each.name === name), live: live?.live ?? undefined };
 }
 
+/** How far a prompt is read, with the time left at its own speed. @param {import("../server/feed.js").LiveRequest} live */
+export function readingText({ prefilled_tokens: read = 0, prompt_tokens: prompt, prefill_left_s: left }) {
+  const text = t.readingPart(count(read), count(prompt));
+  return left ? `${text}, ${t.left(duration(left))}` : text;
+}
+
 /** @param {string} model @param {any} status @param {any} live @returns {{text: string, part?: number}} */
 function words(model, status, live) {
   const card = modelNamed(model);
@@ -32,7 +38,7 @@ function words(model, status, live) {
   if (state === "stopped" || state === "stopping") return { text: t.waitingForModel };
   if (live?.state === "waiting" || live?.state === "queued") return { text: t.waitingForTurn };
   const read = live?.prefilled_tokens ?? 0;
-  if (live?.prompt_tokens && read) return { text: t.readingPart(count(read), count(live.prompt_tokens)), part: read / live.prompt_tokens };
+  if (live?.prompt_tokens && read) return { text: readingText(live), part: read / live.prompt_tokens };
   return { text: t.reading };
 }
 

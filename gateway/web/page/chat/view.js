@@ -3,7 +3,9 @@
 import { html, signal, useEffect, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
 import { Icon } from "../parts/icons.js";
 import { go, route } from "../route.js";
-import { isKnown, models } from "../server/models.js";
+import { isAdmin } from "../server/credentials.js";
+import { hasOnlyDemos, isDemo, isKnown, models } from "../server/models.js";
+import { me } from "../server/session.js";
 import { t } from "../strings.js";
 import { Composer } from "./composer.js";
 import * as conversations from "./conversations.js";
@@ -50,7 +52,7 @@ function Conversation({ open }) {
         <${Icon} name="tune" /><span class="wide">${t.settingsOfChat}</span>${settings ? html`<span class="badge">${settings}</span>` : null}</button>
     </header>
     <${Scroll} conversation=${conversation.id} answer=${answer}>
-      ${branch.length ? null : html`<${Welcome} />`}
+      ${branch.length ? null : html`<${Welcome} model=${conversation.model} />`}
       ${branch.map((message, at) => html`<${Message} key=${message.id} message=${message} messages=${messages} isBusy=${isBusy}
         isLast=${at === branch.length - 1} answer=${answer?.id === message.id ? answer : undefined} />`)}
     <//>
@@ -59,10 +61,25 @@ function Conversation({ open }) {
   </main>`;
 }
 
-function Welcome() {
+/** @param {{model: string}} props */
+function Welcome({ model }) {
   const hasModels = models.value.length > 0 || !isKnown.value;
+  const examples = isDemo(model) ? t.demoExamples : t.examples;
   return html`<div class="welcome"><img src="icons/icon.svg" alt="" width="56" height="56" /><h1>${t.welcome}</h1><p>${hasModels ? t.welcomeText : t.welcomeNoModel}</p>
-    ${hasModels ? html`<div class="examples">${t.examples.map((text) => html`<button type="button" key=${text} onClick=${() => start(text)}>${text}</button>`)}</div>` : null}</div>`;
+    ${hasModels ? html`<div class="examples">${examples.map((text) => html`<button type="button" key=${text} onClick=${() => start(text)}>${text}</button>`)}</div>` : null}
+    ${hasOnlyDemos.value ? html`<${FirstVisit} />` : null}</div>`;
+}
+
+/** The way to a real model: for a session a card, whose parts are loaded now. */
+function FirstVisit() {
+  const [card, setCard] = useState(/** @type {any} */ (null));
+  useEffect(() => {
+    if (isAdmin.value) import("./first_models.js").then(({ FirstModels }) => setCard(() => FirstModels), () => {});
+  }, [isAdmin.value]);
+  if (isAdmin.value) return card && html`<${card} />`;
+  return me.value?.visitor === "open" && me.value.admin !== "off"
+    ? html`<section class="first-models"><p class="faint">${t.firstModelsLogIn}</p><pre class="command"><code>mlxctl ui</code></pre></section>`
+    : null;
 }
 
 /** @param {string} text */

@@ -112,7 +112,7 @@ function data(kind, until, series, from) {
 
 /** @param {number[]} times of the axis's ticks */
 function clock(times) {
-  const isLong = (times.at(-1) ?? 0) - (times[0] ?? 0) > LONG_S;
+  const isLong = times.length === 1 || (times.at(-1) ?? 0) - (times[0] ?? 0) > LONG_S;
   return times.map((time) => new Date(time * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", ...(isLong ? {} : { second: "2-digit" }) }));
 }
 
@@ -127,7 +127,7 @@ function options(kind, names, width) {
     height: HEIGHT,
     legend: { show: false },
     cursor: { show: false },
-    padding: [8, 4, 0, 0],
+    padding: [8, 30, 0, 0],
     scales: { x: { time: true }, y: { range: (/** @type {any} */ _plot, /** @type {number} */ _low, /** @type {number} */ high) => [0, Math.max(high * 1.1, kind === "footprint_bytes" ? GIB : 4)] } },
     axes: [
       { ...axis, grid: { show: false }, size: 22, space: 90, values: (/** @type {any} */ _plot, /** @type {number[]} */ times) => clock(times) },

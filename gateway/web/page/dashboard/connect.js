@@ -26,7 +26,7 @@ export function Connect() {
     <div class="secret"><code>${apiAddress()}</code><${CopyButton} text=${apiAddress} /></div>
     <div class="filters connect"><label>${t.client}<select onChange=${(/** @type {any} */ event) => setClient(event.target.value)}>${(setup?.clients ?? [client]).map((name) => option(name, client))}</select></label>
       <label>${t.column.model}<select onChange=${(/** @type {any} */ event) => setModel(event.target.value)}>${models.value.map(({ id }) => option(id, named))}</select></label></div>
-    ${setup ? html`<p class="faint">${setup.note} ${t.connectHow(setup.client)}</p>
+    ${setup ? html`<p class="faint note">${setup.note} ${setup.files.length ? t.connectHow(setup.client) : ""}</p>
       ${setup.files.map((file) => html`<p key=${file.path}><code>${file.path}</code></p><${Code} key=${file.text} text=${file.text} language=${file.form} />`)}
       ${setup.command ? html`<p class="faint">${t.thenStart}</p><${Code} text=${setup.command} language="bash" />` : null}` : null}
   </section>`;

@@ -11,7 +11,7 @@ import { pull } from "./pulls.js";
 
 /**
  * @typedef {{repository: string, downloads: number | null, is_here: boolean, fits: boolean | null, verdict: string, obstacles: string[],
- *   disk_bytes: number | null, weights_bytes: number | null, context: number | null, model_type: string}} HubModel
+ *   disk_bytes: number | null, weights_bytes: number | null, context: number | null, model_type: string, purpose: string}} HubModel
  */
 
 export function Finder() {

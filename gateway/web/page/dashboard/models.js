@@ -88,5 +88,5 @@ function Facts({ model }) {
     [t.fact.context, model.context ? count(model.context) : "–"],
     ...(model.restarts ? [[t.fact.restarts, String(model.restarts)]] : []),
   ];
-  return html`<dl class="facts">${facts.map(([label, value]) => html`<div key=${label}><dt>${label}</dt><dd>${value}</dd></div>`)}</dl>`;
+  return html`<dl class="facts">${facts.map(([label, value]) => html`<div key=${label} title=${label === t.fact.memory ? t.memoryTitle : undefined}><dt>${label}</dt><dd>${value}</dd></div>`)}</dl>`;
 }

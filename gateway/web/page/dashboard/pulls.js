@@ -31,15 +31,17 @@ async function cancel(pull) {
   }
 }
 
-/** Serves what was downloaded: a reload finds it, unless the configuration names its models. @param {string} repository */
-async function serve(repository) {
+/** Serves what was downloaded: a reload finds it, unless the configuration names its models. Returns whether it is. @param {string} repository */
+export async function serve(repository) {
   try {
     const { done } = await order("config/reload");
     const isServed = [...done.added, ...liveModels.value.map((model) => model.name)].includes(repository);
     notify(isServed ? t.served(repository) : t.notServed(repository), !isServed);
     refreshModels();
+    return isServed;
   } catch (error) {
     notify(sentence(error), true);
+    return false;
   }
 }
 
@@ -47,11 +49,11 @@ export function Pulls() {
   const all = pulls.value;
   if (!all.length) return null;
   return html`<section aria-labelledby="pulls-title"><h2 id="pulls-title">${t.pulls}</h2>
-    <ul class="rows">${[...all].reverse().map((each) => html`<${Row} key=${each.id} pull=${each} />`)}</ul></section>`;
+    <ul class="rows">${[...all].reverse().map((each) => html`<${PullRow} key=${each.id} pull=${each} />`)}</ul></section>`;
 }
 
 /** @param {{pull: Pull}} props */
-function Row({ pull: now }) {
+export function PullRow({ pull: now }) {
   const part = now.total_bytes ? now.downloaded_bytes / now.total_bytes : 0;
   const isOpen = now.state === "running" || now.state === "waiting";
   const rate = now.bytes_per_s ? t.perSecondBytes(bytes(now.bytes_per_s)) : "";

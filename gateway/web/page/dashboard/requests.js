@@ -1,6 +1,7 @@
 // Requests: those that run, with cancel, and those that were captured.
 
 import { html, useEffect, useState } from "../vendor/preact.js";
+import { readingText } from "../chat/progress.js";
 import { confirmed } from "../parts/dialog.js";
 import { CopyButton } from "../parts/copy.js";
 import { Icon } from "../parts/icons.js";
@@ -42,7 +43,7 @@ function Row({ request }) {
   const { prefilled_tokens: read, prompt_tokens: prompt, cached_tokens: cached } = request;
   const isReading = read !== undefined && read > 0 && read < prompt && !request.generated_tokens;
   return html`<tr><th scope="row"><code class="id" title=${request.id}>${request.id}</code><span class="faint block">${request.path}</span></th><td>${request.model}</td><td>${request.key ?? "–"}</td>
-    <td>${isReading ? t.readingPart(count(read), count(prompt)) : t.requestState(request.state)}</td><td class="number">${duration(request.age_s)}</td>
+    <td>${isReading ? html`<progress max=${prompt} value=${read} aria-label=${t.reading}></progress> ${readingText(request)}` : t.requestState(request.state)}</td><td class="number">${duration(request.age_s)}</td>
     <td class="number">${count(prompt)}${cached ? html`<span class="faint"> (${count(cached)})</span>` : null}</td><td class="number">${count(request.generated_tokens)}</td>
     <td class="number">${request.tokens_per_s ? t.perSecond(rate(request.tokens_per_s)) : "–"}</td>
     <td><button type="button" onClick=${() => cancel(request.id)} aria-label=${t.cancelOf(request.id)}>${t.cancel}</button></td></tr>`;

@@ -2,6 +2,7 @@
 
 import { html } from "../vendor/preact.js";
 import { Icon } from "../parts/icons.js";
+import { addStyle } from "../parts/style.js";
 import { about, feedFailure } from "../server/feed.js";
 import { t } from "../strings.js";
 import { Keys } from "./keys.js";
@@ -12,18 +13,6 @@ import { Settings } from "./settings.js";
 
 /** @type {Record<string, any>} */
 const PAGES = { models: Models, requests: Requests, keys: Keys, logs: Logs, settings: Settings };
-
-/** @param {string} href */
-function addStyle(href) {
-  const link = document.createElement("link");
-  link.rel = "stylesheet";
-  link.href = href;
-  document.head.append(link);
-  return new Promise((resolve) => {
-    link.addEventListener("load", resolve);
-    link.addEventListener("error", resolve);
-  });
-}
 
 // Without its styles the first look would jump.
 await Promise.all([addStyle("dashboard.css"), addStyle("vendor/uplot.css")]);

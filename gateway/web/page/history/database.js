@@ -12,7 +12,7 @@ import { openDB } from "../vendor/idb.js";
  *   leaf: string | null, created: number, updated: number}} Conversation
  * @typedef {{id: string, name: string, arguments: string}} Call
  * @typedef {{ttft_ms?: number, tokens?: number, prompt?: number, cached?: number, rate?: number, reasoning_ms?: number,
- *   reasoning_tokens?: number}} Timings
+ *   reasoning_tokens?: number, request?: string, waits?: Record<string, number>}} Timings
  * @typedef {{id: string, conversation: string, parent: string | null, role: "user" | "assistant" | "tool", text: string,
  *   reasoning: string, calls: Call[], call_id: string, files: string[], model: string, created: number, timings: Timings,
  *   state: "whole" | "writing" | "stopped" | "failed", finish: string, error: string,

@@ -7,7 +7,7 @@ import { t } from "../strings.js";
 /**
  * @typedef {{type: "open"} | {type: "text", text: string} | {type: "reasoning", text: string}
  *   | {type: "call", index: number, id: string, name: string} | {type: "arguments", index: number, text: string}
- *   | {type: "usage", prompt: number, cached: number, completion: number, reasoning: number}
+ *   | {type: "usage", prompt: number, cached: number, completion: number, reasoning: number, timing?: Record<string, number>}
  *   | {type: "finish", reason: string} | {type: "mark", id: string, sequence: number}} AnswerEvent
  */
 
@@ -18,7 +18,7 @@ import { t } from "../strings.js";
  */
 export async function streamCompletion(body, take, { signal, requestId }) {
   const response = await request("v1/chat/completions", {
-    body: { ...body, stream: true, stream_options: { include_usage: true } },
+    body: { ...body, stream: true, stream_options: { include_usage: true }, x_mlxd: { timing: true } },
     signal,
     headers: { "x-request-id": requestId },
   });
@@ -58,6 +58,7 @@ function takeChunk(chunk, take) {
       cached: prompt_tokens_details?.cached_tokens ?? 0,
       completion: completion_tokens,
       reasoning: completion_tokens_details?.reasoning_tokens ?? 0,
+      timing: chunk.x_mlxd?.timing,
     });
   }
 }

@@ -27,8 +27,8 @@ function write(storage, name, value) {
 const tab = () => window.sessionStorage;
 const browser = () => window.localStorage;
 
-/** Token of the administrator's session, of this tab only. */
-export const session = signal(read(tab, SESSION));
+/** Token of the administrator's session, which all tabs of this browser share; mlxd honours it after a restart too. */
+export const session = signal(read(browser, SESSION));
 /** API key: of this tab, or of this browser where its owner chose that. */
 export const apiKey = signal(read(tab, KEY) || read(browser, KEY));
 export const isAdmin = computed(() => session.value !== "");
@@ -36,8 +36,13 @@ export const isAdmin = computed(() => session.value !== "");
 /** @param {string} token */
 export function keepSession(token) {
   session.value = token;
-  write(tab, SESSION, token);
+  write(browser, SESSION, token);
 }
+
+// A log-in or log-out in another tab is one of this tab too.
+window.addEventListener("storage", (event) => {
+  if (event.key === SESSION || event.key === null) session.value = read(browser, SESSION);
+});
 
 /** @param {string} key @param {boolean} isRemembered */
 export function keepKey(key, isRemembered) {

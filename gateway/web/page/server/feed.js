@@ -19,7 +19,7 @@ import { sessionJson } from "./session.js";
  *   tokens_per_s?: number, prompt_tokens_per_s?: number}} LiveModel
  * @typedef {{budget_bytes: number, granted_bytes: number, footprint_bytes: number, waiting: string[]}} Memory
  * @typedef {{id: string, model: string, key: string | null, path: string, stream: boolean, state: string, age_s: number, sequences: number,
- *   prompt_tokens: number, cached_tokens: number, generated_tokens: number, tokens_per_s: number, ttft_s: number | null, prefilled_tokens?: number}} LiveRequest
+ *   prompt_tokens: number, cached_tokens: number, generated_tokens: number, tokens_per_s: number, ttft_s: number | null, prefilled_tokens?: number, prefill_left_s?: number | null}} LiveRequest
  * @typedef {{id: string, repository: string, state: string, downloaded_bytes: number, total_bytes: number, bytes_per_s: number, left_s: number | null,
  *   message: string, path: string}} Pull
  * @typedef {{time: string, level: string, logger: string, message: string, fields: Record<string, unknown>, exception: string}} LogLine
@@ -55,7 +55,9 @@ export const tickTime = signal(0);
 export const feedFailure = signal("");
 /** Whether the tab is looked at. */
 const isVisible = signal(document.visibilityState === "visible");
-const wantsFeed = computed(() => isAdmin.value && isVisible.value && route.value.page !== "chat");
+/** Whether a part of the chat shows downloads. */
+export const showsPulls = signal(false);
+const wantsFeed = computed(() => isAdmin.value && isVisible.value && (route.value.page !== "chat" || showsPulls.value));
 const wantsLogs = computed(() => wantsFeed.value && route.value.page === "logs");
 
 /** @param {any} data */

@@ -1,7 +1,9 @@
 // Models that this visitor may use, read from /v1/models now and then.
 
 import { computed, signal } from "../vendor/preact.js";
+import { authorization } from "./credentials.js";
 import { Failure, json, sentence } from "./http.js";
+import { dropSession } from "./session.js";
 
 /**
  * @typedef {{
@@ -29,6 +31,17 @@ let reading = false;
 /** @param {string} name @returns {Model | undefined} */
 export const modelNamed = (name) => models.value.find((model) => model.id === name || model.aliases.includes(name));
 
+/** The models that come with mlxd, by what they are made from. */
+const DEMOS = new Set(["demo", "demo-vision"]);
+
+/** @param {string} name */
+export const isDemo = (name) => {
+  const model = modelNamed(name);
+  return model !== undefined && DEMOS.has(model.root ?? "");
+};
+/** Whether there is nothing but what comes with mlxd. */
+export const hasOnlyDemos = computed(() => models.value.length > 0 && models.value.every((model) => DEMOS.has(model.root ?? "")));
+
 /** @param {string} name */
 export const takesImages = (name) => modelNamed(name)?.input_modalities?.includes("image") ?? false;
 
@@ -37,20 +50,28 @@ export async function refreshModels() {
   clearTimeout(timer);
   if (reading) return;
   reading = true;
+  const sent = authorization();
+  let isAgain = false;
   try {
-    const answer = await json("v1/models");
+    const answer = await json("v1/models", { auth: sent });
     models.value = answer.data;
     modelsFailure.value = "";
     wantsKey.value = false;
   } catch (error) {
-    wantsKey.value = error instanceof Failure && error.status === 401;
-    modelsFailure.value = sentence(error);
+    const isStranger = error instanceof Failure && error.status === 401;
+    // A session that has ended is refused also where no key is needed.
+    isAgain = isStranger && dropSession(sent);
+    if (!isAgain) {
+      wantsKey.value = isStranger;
+      modelsFailure.value = sentence(error);
+    }
   } finally {
     reading = false;
-    isKnown.value = true;
+    isKnown.value ||= !isAgain;
     const isBusy = modelsFailure.value !== "" || models.value.some((model) => BUSY.has(model.state));
     timer = window.setTimeout(tick, isBusy ? SOON_MS * 2 : POLL_MS);
   }
+  if (isAgain) await refreshModels();
 }
 
 function tick() {

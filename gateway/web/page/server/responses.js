@@ -16,7 +16,7 @@ export const isUnsupported = (error) => error instanceof Failure && error.status
  */
 export async function startResponse(body, take, { signal, requestId }) {
   const response = await request("v1/responses", {
-    body: { ...body, background: true, stream: true, store: true },
+    body: { ...body, background: true, stream: true, store: true, x_mlxd: { timing: true } },
     signal,
     headers: { "x-request-id": requestId },
   });
@@ -102,6 +102,7 @@ export function takeEnd({ type, response }, take) {
       cached: usage.input_tokens_details?.cached_tokens ?? 0,
       completion: usage.output_tokens,
       reasoning: usage.output_tokens_details?.reasoning_tokens ?? 0,
+      timing: response.x_mlxd?.timing,
     });
   }
   const hasCalls = (response.output ?? []).some((/** @type {any} */ item) => item.type === "function_call");

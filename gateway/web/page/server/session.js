@@ -1,6 +1,6 @@
 // Session of the administrator: log in by a one-time code, requests to /ui/api, and who the visitor is.
 
-import { signal } from "../vendor/preact.js";
+import { effect, signal } from "../vendor/preact.js";
 import { t } from "../strings.js";
 import { authorization, keepSession, session, sessionAuthorization } from "./credentials.js";
 import { Failure, json, sentence } from "./http.js";
@@ -34,19 +34,20 @@ export async function logIn() {
     const answer = await json("ui/api/session", { body: { code }, auth: {} });
     keepSession(answer.token);
     logInFailure.value = "";
-    refreshMe();
   } catch (error) {
     logInFailure.value = error instanceof Failure && error.code === "bad_code" ? t.codeRefused : sentence(error);
   }
 }
 
 export async function logOut() {
-  await sessionJson("session", { method: "DELETE" }).catch(() => {});
+  const auth = sessionAuthorization();
+  // First here, so that nothing is asked with a session that has ended.
   endSession();
+  await json("ui/api/session", { method: "DELETE", auth }).catch(() => {});
 }
 
 /**
- * Drops the session that a request was refused with, as one ends with its daemon: one that began since then stays.
+ * Drops the session that a request was refused with: one that began since then stays.
  * Returns whether it was dropped. @param {Record<string, string>} sent
  */
 export function dropSession(sent) {
@@ -57,14 +58,23 @@ export function dropSession(sent) {
 
 function endSession() {
   keepSession("");
-  me.value = null;
-  refreshMe();
 }
 
 export async function refreshMe() {
+  const asked = session.value;
+  /** @type {typeof me.value} */
+  let answer = null;
   try {
-    me.value = session.value ? await sessionJson("me") : await json("ui/api/me", { auth: authorization() });
+    answer = asked ? await sessionJson("me") : await json("ui/api/me", { auth: authorization() });
   } catch {
-    me.value = null;
+    // Nothing is known of the visitor.
   }
+  if (asked === session.value) me.value = answer;
 }
+
+/** Asks who the visitor is, now and after each log-in and log-out, which may be in another tab. */
+export const followVisitor = () =>
+  effect(() => {
+    if (!session.value) me.value = null;
+    queueMicrotask(refreshMe);
+  });

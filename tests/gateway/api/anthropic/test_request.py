@@ -153,16 +153,54 @@ def test_results_of_parallel_calls_keep_their_order() -> None:
     assert [(turn["name"], turn["content"]) for turn in history[2:]] == [("a", "aa"), ("b", "bb")]
 
 
-def test_a_text_document_is_text_and_others_are_refused() -> None:
-    source = {"type": "text", "media_type": "text/plain", "data": "body"}
-    assert turns(user({"type": "document", "title": "t", "source": source}))[0]["content"] == "t\nbody"
+PDF = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0xLjEK"}
 
-    pdf = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0xLjEK"}
-    for place in (
-        user({"type": "document", "source": pdf}),
-        user({"type": "tool_result", "content": [{"type": "document", "source": pdf}]}),
-    ):
-        assert "documents are not supported" in refused(place).message
+
+def document(source: Any, **fields: Any) -> dict[str, Any]:
+    return {"type": "document", "source": source, **fields}
+
+
+def test_a_document_of_text_is_its_title_context_and_text() -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "body"}
+    assert turns(user(document(source)))[0]["content"] == "body"
+    assert turns(user(document(source, title="t", citations={"enabled": False})))[0]["content"] == "t\nbody"
+    assert turns(user(document(source, title="t", context="c")))[0]["content"] == "t\nc\nbody"
+
+
+def test_a_document_of_blocks_is_their_texts_and_images() -> None:
+    assert turns(user(document({"type": "content", "content": "body"}, title="t")))[0]["content"] == "t\nbody"
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+    inside = {"type": "content", "content": [text("a"), image, text("b")]}
+    made = prompt(user(document(inside, title="t")))
+    assert made.messages[0]["content"] == [
+        {"type": "text", "text": "t\n\na"}, {"type": "image", "media": 0}, {"type": "text", "text": "b"},
+    ]  # fmt: skip
+    assert made.media[0].param == "messages.0.content.0.source.content.1"
+
+
+@pytest.mark.parametrize(
+    ("block", "word"),
+    [
+        (document(PDF, citations={"enabled": True}), "citations are not supported"),
+        ({"type": "search_result", "source": "s", "title": "t", "content": [], "citations": {"enabled": True}},
+         "citations are not supported"),
+        (document({"type": "file", "file_id": "f"}), "no uploaded files"),
+        (document({"type": "base64"}), "a document's source"),
+        (document(None), "a document's source"),
+        (document({"type": "content", "content": [{"text": "x"}]}), "type"),
+        (document({"type": "content", "content": [document(PDF)]}), "text and image only"),
+    ],
+)  # fmt: skip
+def test_a_document_that_cannot_be_shown_is_refused(block: dict[str, Any], word: str) -> None:
+    for place in (user(block), user({"type": "tool_result", "content": [block]})):
+        error = refused(place)
+        assert word in error.message
+        assert (error.param or "").startswith("messages.0.content.0")
+
+
+def test_the_citations_of_an_earlier_answer_are_taken() -> None:
+    answered = {"role": "assistant", "content": [{**text("x"), "citations": []}, {**text("y"), "citations": None}]}
+    assert turns(user(text("a")), answered, user(text("b")))[1]["content"] == "x\n\ny"
 
 
 def test_a_search_result_is_its_title_source_and_text() -> None:
@@ -360,7 +398,7 @@ def test_a_format_of_the_answer_is_a_constraint(field: str) -> None:
     assert (made.kind, made.text) == (ConstraintKind.JSON_SCHEMA, '{"type":"object"}')
 
 
-@pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"max_tokens": None}, {"messages": []}, {"temperature": 2}])
+@pytest.mark.parametrize("fields", [{"max_tokens": -1}, {"max_tokens": None}, {"messages": []}, {"temperature": 2}])
 def test_bad_values_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(BadRequest):
         decode_messages(body(**fields))

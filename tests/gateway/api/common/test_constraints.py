@@ -116,6 +116,7 @@ def test_a_schema_of_response_format_is_strict_only_if_told_so(strict: bool | No
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": []}, "structured_outputs"),
         ({"structured_outputs": {"json_object": {}}}, "structured_outputs.json_object"),
+        ({"response_format": {"type": "json_object", "schema": [None], "value": {}}}, "response_format"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),

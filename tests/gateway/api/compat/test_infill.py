@@ -30,8 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 async def gateway(folder: Path, model_folder: Callable[[str], Path]) -> AsyncGenerator[Gateway, None]:
-    plain = ModelConfig(name="plain", path=str(model_folder("qwen3")))
-    async with serving(ModelConfig(name="m", path=str(folder)), plain) as started:
+    plain = ModelConfig(name="plain", path=str(model_folder("qwen3")), batching="together")
+    async with serving(ModelConfig(name="m", path=str(folder), batching="together"), plain) as started:
         yield started
 
 
@@ -64,6 +64,28 @@ async def test_a_prompt_can_be_computed_before_its_answer_is_wanted(gateway: Gat
 
     asked = (await gateway.client.post(PATH, json=body | {"n_predict": 2})).json()
     assert asked["tokens_cached"] > 50
+
+
+async def test_a_text_is_continued_in_llama_cpps_own_form(gateway: Gateway) -> None:
+    asked = {"model": "m", "prompt": "ka to mi ra sen " * 20, "n_predict": 6, "seed": 3}
+    whole = (await gateway.client.post("/completion", json=asked)).json()
+    check_answer("POST", "/completion", 200, whole)
+    openai = {"model": "m", "prompt": asked["prompt"], "max_tokens": 6, "seed": 3}
+    assert whole["content"] == (await gateway.client.post("/v1/completions", json=openai)).json()["choices"][0]["text"]
+
+    streamed = await gateway.client.post("/completion", json=asked | {"stream": True, "return_progress": True})
+    pieces = check_events("/completion", streamed.text)
+    assert "".join(piece["content"] for piece in pieces) == whole["content"]
+    shown = [piece["prompt_progress"] for piece in pieces if "prompt_progress" in piece]
+    assert all(each["total"] == whole["tokens_evaluated"] for each in shown)
+    assert (pieces[-1]["stop"], pieces[-1]["tokens_cached"]) == (True, whole["tokens_evaluated"] - 1)
+
+    ids = (await gateway.client.post("/tokenize", json={"model": "m", "prompt": asked["prompt"]})).json()["tokens"]
+    silent = (await gateway.client.post("/completion", json=asked | {"prompt": ids, "n_predict": 0})).json()
+    assert (silent["content"], silent["tokens_predicted"], silent["stop_type"]) == ("", 0, "limit")
+    for fields, param in (({"n": 2}, "n"), ({"prompt": ""}, "prompt"), ({"return_progress": True}, "return_progress")):
+        refused = await gateway.client.post("/completion", json=asked | fields)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
 async def test_a_model_that_cannot_fill_in_says_so(gateway: Gateway) -> None:

@@ -37,6 +37,12 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ga
         yield running_gateway
 
 
+@pytest.fixture(scope="module")
+async def talking(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Gateway, None]:
+    async with running(tmp_path_factory.mktemp("t"), worker="talkative") as running_gateway:
+        yield running_gateway
+
+
 # -- answers ---------------------------------------------------------------------------------------------------------
 
 
@@ -187,8 +193,15 @@ async def test_clients_whose_base_url_lacks_the_version_are_answered_alike(gatew
         assert (short.status_code, short.json().keys()) == (200, whole.json().keys()), path
         refused = await gateway.client.post(path, json={"model": "m"})
         assert refused.json().keys() == (await gateway.client.post(f"/v1{path}", json={"model": "m"})).json().keys()
-    assert (await gateway.client.post("/embeddings", json={"model": "m"})).json()["error"]["param"] == "input"
-    assert (await gateway.client.post("/completion", json={"prompt": "hi"})).status_code == 404
+    for path, param in (
+        ("/embeddings", "input"),
+        ("/rerank", "query"),
+        ("/score", "text_1"),
+        ("/audio/speech", "input"),
+    ):
+        assert (await gateway.client.post(path, json={"model": "m"})).json()["error"]["param"] == param
+    for path in ("/models", "/models/m"):
+        assert (await gateway.client.get(path)).json() == (await gateway.client.get(f"/v1{path}")).json()
 
 
 async def test_random_bodies_never_cause_a_500(gateway: Gateway) -> None:
@@ -265,7 +278,7 @@ async def test_a_cold_stream_hears_of_us_before_the_model_is_loaded(tmp_path: Pa
         assert answer.status_code == 200
         lines = answer.aiter_lines()
         assert '"role":"assistant"' in await anext(lines)
-        assert gateway.pool.worker("m").state is State.LOADING
+        assert gateway.pool.worker("m").state in (State.STARTING, State.LOADING)
         rest = [line async for line in lines]
         assert rest[-2] == "data: [DONE]"
 
@@ -398,3 +411,37 @@ async def test_a_body_that_is_too_large_for_a_frame_is_one_requests_error(tmp_pa
         # The worker was not cut off: it answers without having been started again.
         assert (await gateway.client.post(PATH, json=chat())).status_code == 200
         assert gateway.pool.worker("m").epoch == 1
+
+
+# -- progress of the prompt ------------------------------------------------------------------------------------------
+
+PROGRESS = [["progress", 30, 100, 10, 20], ["progress", 100, 100, 10, 90], ["text", "a"], ["finish", "stop"]]
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/completions"])
+async def test_a_stream_tells_the_progress_of_its_prompt_before_the_first_token(talking: Gateway, path: str) -> None:
+    said = json.dumps(PROGRESS)
+    body = chat(said) if path == PATH else {"model": "m", "prompt": said}
+    chunks = events((await talking.client.post(path, json=body | {"stream": True, "return_progress": True})).text)
+
+    shown = [chunk.get("prompt_progress") for chunk in chunks[:-1]]
+    at = [each for each in shown if each is not None]
+    # Progress that comes while an event is written is merged with the next.
+    assert at[-1] == {"total": 100, "cache": 10, "processed": 100, "time_ms": 90}
+    assert at[:-1] in ([], [{"total": 100, "cache": 10, "processed": 30, "time_ms": 20}])
+    texts = [said_in(chunk["choices"][0]) for chunk in chunks[:-1]]
+    assert shown.index(at[-1]) < texts.index("a")
+    silent = events((await talking.client.post(path, json=body | {"stream": True})).text)
+    assert not any("prompt_progress" in chunk for chunk in silent[:-1])
+
+
+def said_in(choice: dict[str, Any]) -> str | None:
+    return choice["text"] if "text" in choice else choice["delta"].get("content")
+
+
+async def test_progress_of_a_whole_answer_is_refused(gateway: Gateway) -> None:
+    refused = await gateway.client.post(PATH, json=chat(return_progress=True))
+
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "return_progress"
+    assert (await gateway.client.post(PATH, json=chat(return_progress=False))).status_code == 200

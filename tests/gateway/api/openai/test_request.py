@@ -233,8 +233,6 @@ def test_bad_values_name_their_parameter(fields: dict[str, Any], param: str) -> 
         ({"prediction": {"type": "diff", "content": "a"}}, "prediction.type"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, "messages[0].tool_calls[0].type"),
-        ({"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "input_file"}]}]}, "messages[0].content[0]"),
     ],
 )
 def test_what_is_not_served_yet_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
@@ -243,6 +241,22 @@ def test_what_is_not_served_yet_is_refused_by_name(fields: dict[str, Any], param
     assert error.param == param
     assert error.code == "unsupported_parameter"
     assert "supported" in error.message
+
+
+@pytest.mark.parametrize(
+    ("part", "param", "word"),
+    [
+        ({"type": "file"}, "messages[0].content[0].file", "required"),
+        ({"type": "file", "file": {"filename": "a.pdf"}}, "messages[0].content[0].file.file_data", "required"),
+        ({"type": "file", "file": {"file_id": "f"}}, "messages[0].content[0].file.file_id", "no uploaded files"),
+        ({"type": "input_file", "file_data": "x"}, "messages[0].content[0]", "as parts of type 'file'"),
+    ],
+)
+def test_a_file_that_is_not_in_the_request_is_refused(part: dict[str, Any], param: str, word: str) -> None:
+    error = refused(chat, messages=[{"role": "user", "content": [part]}])
+
+    assert error.param == param
+    assert word in error.message
 
 
 def test_fields_that_need_no_action_are_accepted_and_unknown_ones_are_reported() -> None:

@@ -83,7 +83,7 @@ async def test_a_response_is_polled_until_it_has_ended(client: openai.AsyncOpenA
     assert made.status == "queued"
     assert made.background is True
 
-    statuses = [made.status]
+    statuses, found = [made.status], made
     async with asyncio.timeout(60):
         while statuses[-1] in ("queued", "in_progress"):
             found = await client.responses.retrieve(made.id)
@@ -340,3 +340,39 @@ async def test_one_that_waits_for_its_model_is_queued_and_cancelled_at_once(tmp_
         assert (await gateway.client.get(f"{PATH}/{made['id']}")).json()["status"] == "queued"
         await gateway.client.post(f"{PATH}/{made['id']}/cancel")
         assert (await ended(gateway, made["id"]))["status"] == "cancelled"
+
+
+# -- completion windows ----------------------------------------------------------------------------------------------
+
+
+async def test_a_response_with_a_window_waits_while_another_request_runs(
+    gateway: Gateway, client: openai.AsyncOpenAI
+) -> None:
+    chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2000, "stream": True}
+    async with gateway.client.stream("POST", "/v1/chat/completions", json=chat):
+        window: Any = {"completion_window": "2h"}
+        made = await client.responses.create(**asking(8), background_options=window)
+        assert made.status == "queued"
+        cancelled = await client.responses.create(**asking(8), background_options=window)
+        assert (await client.responses.cancel(cancelled.id)).status == "cancelled"
+        assert gateway.link.in_flight == 1
+        assert (await client.responses.retrieve(made.id)).status == "queued"
+
+    assert (await ended(gateway, made.id))["output"][0]["content"][0]["text"] == text_of(8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"background": False, "background_options": {"completion_window": "2h"}}, "completion_window"),
+        ({"stream": True, "background_options": {"completion_window": "8h"}}, "completion_window"),
+        ({"background_options": {"completion_window": "1h"}}, "completion_window"),
+        ({"background_options": {"continuation_id": "a"}}, "continuation_id"),
+    ],
+)
+async def test_options_of_the_background_that_are_not_held_are_refused(
+    gateway: Gateway, fields: dict[str, Any], param: str
+) -> None:
+    answer = await gateway.client.post(PATH, json=asking(**fields))
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"background_options.{param}")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 import stat
 import threading
@@ -23,6 +24,7 @@ from gateway.api.responses.echo import echo
 from gateway.api.responses.encoder import ResponseRun
 from gateway.api.responses.items import ResponseOutput
 from gateway.api.responses.journal_records import (
+    LOST_BEGIN,
     MAGIC,
     BeginRecord,
     DeltaRecord,
@@ -34,9 +36,10 @@ from gateway.api.responses.journal_records import (
 )
 from gateway.api.responses.request import decode_responses
 from gateway.api.responses.response import Response
-from gateway.api.responses.resumption import ReplayedResponse, replay
+from gateway.api.responses.resumption import LOST_EVENTS_MAX, ReplayedResponse, replay
 from gateway.api.responses.tools import toolbox
 from gateway.config.settings import MediaConfig, ModelConfig, ServerConfig
+from gateway.disk import Disk
 from gateway.errors import Unavailable
 from gateway.media.in_flight_bytes import share_bytes
 from protocol.from_worker import Delta, DeltaKind, Finish, TokenLogprob, ToolCallDelta
@@ -44,14 +47,12 @@ from protocol.prompts import ChatPrompt, Media, TextPrompt
 from protocol.to_worker import Generate, Sampling
 from tests.gateway.harness import Gateway, running, until
 from tests.gateway.web.visitors import log_in
-from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 
 PATH = "/v1/responses"
 SLOW = ["--step-ms", "5"]
-# A second, and on a slow machine more, in which a test comes to end its gateway.
-TOKENS = round(patient(200))
+TOKENS = 100
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,15 @@ def anyio_backend() -> str:
 
 def asking(tokens: int = TOKENS, **fields: Any) -> dict[str, Any]:
     return {"model": "m", "input": "hi", "max_output_tokens": tokens, "background": True} | fields
+
+
+def held(home: Path) -> str:
+    """The input of a response whose last token comes after `let_end`."""
+    return f"hold {home / 'may_end'}"
+
+
+def let_end(home: Path) -> None:
+    (home / "may_end").touch()
 
 
 def text_of(tokens: int) -> str:
@@ -80,6 +90,10 @@ def files(home: Path) -> list[Path]:
     return sorted((home / "state" / "background").glob("*"))
 
 
+async def nothing_to_store() -> None:
+    pass
+
+
 def bare() -> Response:
     request, _ = decode_responses(b'{"model": "m", "input": "hi"}')
     return echo(request, toolbox(request), ModelConfig(name="m", path="m"), "resp_0", 7, True)
@@ -95,17 +109,20 @@ async def started(gateway: Gateway, headers: dict[str, str] | None = None, **fie
     raise AssertionError("it ended without a word")
 
 
-async def heard(gateway: Gateway, response_id: str, after: int | None = None) -> list[Any]:
-    """Events of it, until the last or until its gateway is gone."""
-    told = ""
+async def heard(
+    gateway: Gateway, response_id: str, after: int | None = None, pieces: list[str] | None = None
+) -> list[Any]:
+    """Events of it, until the last or until its gateway is gone; `pieces` gets what has arrived."""
+    pieces = [] if pieces is None else pieces
     place = f"{PATH}/{response_id}?stream=true" + ("" if after is None else f"&starting_after={after}")
     try:
         async with gateway.client.stream("GET", place) as stream:
             assert stream.status_code == 200
             async for text in stream.aiter_text():
-                told += text
+                pieces.append(text)
     except httpx.TransportError:
         pass
+    told = "".join(pieces)
     return events(told[: told.rfind("\n\n") + 2])
 
 
@@ -119,12 +136,15 @@ async def ended(gateway: Gateway, response_id: str, headers: dict[str, str] | No
 
 async def test_a_response_goes_on_after_a_restart_at_the_next_event(tmp_path: Path) -> None:
     async with running(tmp_path, SLOW) as gateway:
-        made = await started(gateway, max_output_tokens=TOKENS)
-        reading = asyncio.create_task(heard(gateway, made))
+        made = await started(gateway, max_output_tokens=TOKENS, input=held(tmp_path))
+        pieces: list[str] = []
+        reading = asyncio.create_task(heard(gateway, made, pieces=pieces))
         await until(lambda: gateway.metrics.model("m").generation_tokens > 30)
+        await until(lambda: "output_text.delta" in "".join(pieces))
     had = await reading
     assert had[-1]["type"] == "response.output_text.delta"
 
+    let_end(tmp_path)
     async with running(tmp_path, SLOW) as gateway:
         rest = await heard(gateway, made, had[-1]["sequence_number"])
         whole = await heard(gateway, made)
@@ -209,7 +229,7 @@ def test_everything_that_is_said_is_told_again_alike() -> None:
         run = ResponseRun(
             said.response, ResponseOutput("0", said.forms, said.is_sealed), lambda: 0, keep_nothing, lambda _: None
         )
-        return Background("k", run)
+        return Background("k", run, nothing_to_store)
 
     logprob = TokenLogprob(b"o", -0.25, ((b"o", -0.25), (b"\xff", -3.0)))
     f, c = ToolCallDelta(0, "call_f", "f"), ToolCallDelta(1, "call_c", "c")
@@ -243,11 +263,32 @@ def test_what_was_left_out_of_a_prompt_stays_left_out_after_a_restart() -> None:
     run = ResponseRun(bare(), ResponseOutput("0", {}, False), lambda: 0, keep_nothing, lambda _: None)
     generate = Generate(1, TextPrompt("hi"), Sampling(), truncate=-1)
     written = [DeltaRecord([Delta(1, text="x", token_ids=(token,))], (3, 900)) for token in (5, 6)]
-    replayed = replay(Background("k", run), [BeginRecord("b"), StartRecord(), *written])
+    replayed = replay(Background("k", run, nothing_to_store), [BeginRecord("b"), StartRecord(), *written])
     expected = Generate(7, TextPrompt("hi"), Sampling(), truncate=-1, resume=(5, 6), left_out=(3, 900), deadline_ms=9)
     assert replayed.rest_of(generate, 7, 9) == expected
     # Without a token of it, the next worker decides.
     assert ReplayedResponse().rest_of(generate, 7, 9).left_out is None
+
+
+async def test_no_event_number_comes_again_if_a_power_cut_left_the_request_alone(tmp_path: Path) -> None:
+    generate = Generate(1, ChatPrompt([{"role": "user", "content": "hi"}]), Sampling())
+    request = JournaledRequest("k", "m", "m", "req", bare(), generate, [], {}, False, 10, 1.5)
+    path = tmp_path / "resp_0.journal"
+    path.write_bytes(MAGIC + framed(request))
+    background = Background(
+        "k",
+        ResponseRun(bare(), ResponseOutput("0", {}, False), lambda: 0, keep_nothing, lambda _: None),
+        nothing_to_store,
+    )
+    kept = journals.ResponseJournals(tmp_path, lambda: 1 << 20, Counter())
+    await kept.reopen(path, parsed(path.read_bytes()), background.events.add).begin()
+    kept.close()
+
+    first, second = parsed(path.read_bytes()).records
+    assert first == LOST_BEGIN
+    replay(background, [first, second])
+    (number,) = re.findall(rb'"sequence_number":(\d+)', background.encoder.started())
+    assert int(number) > LOST_EVENTS_MAX
 
 
 # -- what lies on the disk ---------------------------------------------------------------------------------------------
@@ -287,12 +328,13 @@ async def test_without_room_a_response_ends_with_its_gateway_and_that_is_counted
 
 
 async def test_a_disk_that_fails_costs_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(file: int, data: bytes) -> None:
+    def full(disk: Disk, file: int, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
     async with running(tmp_path, SLOW) as gateway:
-        made = await started(gateway, max_output_tokens=TOKENS)
-        monkeypatch.setattr(journals, "_write_all", full)
+        made = await started(gateway, max_output_tokens=TOKENS, input=held(tmp_path))
+        monkeypatch.setattr(Disk, "write_all", full)
+        let_end(tmp_path)
         whole = await heard(gateway, made)
         assert said(whole) == text_of(TOKENS)
         refused = (await gateway.client.post(PATH, json=asking(20))).json()["id"]
@@ -301,20 +343,38 @@ async def test_a_disk_that_fails_costs_no_token(tmp_path: Path, monkeypatch: pyt
         assert gateway.metrics.store_problems["journal"] == 2
 
 
+async def test_a_journal_that_cannot_be_reopened_is_deleted_and_its_response_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(disk: Disk, file: int, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    first, second = tmp_path / "a", tmp_path / "b"
+    async with running(first, SLOW) as gateway:
+        made = await started(gateway, max_output_tokens=TOKENS, input=held(tmp_path))
+        shutil.copytree(first / "state", second / "state")
+    monkeypatch.setattr(Disk, "write_all", full)
+    let_end(tmp_path)
+    async with running(second, SLOW) as gateway:
+        assert (await ended(gateway, made))["status"] == "incomplete"
+        await until(lambda: files(second) == [])
+        assert gateway.metrics.store_problems["journal"] == 1
+
+
 async def test_a_disk_that_hangs_holds_up_events_for_a_moment_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = threading.Event()
-    write = journals._write_all
+    write = Disk.write_all
 
-    def hang(file: int, data: bytes) -> None:
+    def hang(disk: Disk, file: int, data: bytes) -> None:
         release.wait(60)
-        write(file, data)
+        write(disk, file, data)
 
     monkeypatch.setattr(journals, "WRITE_TIMEOUT_S", 0.1)
     async with running(tmp_path, SLOW) as gateway:
         made = await started(gateway, max_output_tokens=100)
-        monkeypatch.setattr(journals, "_write_all", hang)
+        monkeypatch.setattr(Disk, "write_all", hang)
         try:
             assert said(await heard(gateway, made)) == text_of(100)
         finally:
@@ -337,14 +397,14 @@ def test_what_follows_the_last_whole_record_is_left_out(end: bytes) -> None:
 
 async def test_a_cut_end_is_written_over(tmp_path: Path) -> None:
     async with running(tmp_path, SLOW) as gateway:
-        made = await started(gateway, max_output_tokens=TOKENS)
+        made = await started(gateway, max_output_tokens=TOKENS, input=held(tmp_path))
     (file,) = files(tmp_path)
     whole = file.read_bytes()
     file.write_bytes(whole + framed(DeltaRecord([]))[:-1])
 
+    let_end(tmp_path)
     async with running(tmp_path, SLOW) as gateway:
-        await until(lambda: gateway.metrics.model("m").generation_tokens > 3)
-        assert len(parsed(file.read_bytes()).records) > len(parsed(whole).records) + 1
+        await until(lambda: len(parsed(file.read_bytes()).records) > len(parsed(whole).records) + 1)
         assert said(await heard(gateway, made)) == text_of(TOKENS)
 
 
@@ -370,9 +430,10 @@ async def test_a_file_that_is_not_understood_is_deleted_and_its_response_failed(
 async def test_after_a_power_cut_no_number_means_two_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = tmp_path / "a", tmp_path / "b"
     async with running(first, SLOW) as gateway:
-        made = await started(gateway, max_output_tokens=TOKENS)
+        made = await started(gateway, max_output_tokens=TOKENS, input=held(tmp_path))
         shutil.copytree(first / "state", second / "state")
-    monkeypatch.setattr(journals, "boot_id", lambda: "another")
+    monkeypatch.setattr(Disk, "boot_id", lambda self: "another")
+    let_end(tmp_path)
     async with running(second, SLOW) as gateway:
         had = await gateway.client.get(f"{PATH}/{made}?stream=true&starting_after=20")
         last = await ended(gateway, made)
@@ -384,8 +445,9 @@ async def test_after_a_power_cut_no_number_means_two_events(tmp_path: Path, monk
 
 async def test_a_machine_that_ends_in_order_leaves_no_doubt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(tmp_path, SLOW) as gateway:
-        made = await started(gateway, max_output_tokens=TOKENS)
-    monkeypatch.setattr(journals, "boot_id", lambda: "another")
+        made = await started(gateway, max_output_tokens=TOKENS, input=held(tmp_path))
+    monkeypatch.setattr(Disk, "boot_id", lambda self: "another")
+    let_end(tmp_path)
     async with running(tmp_path, SLOW) as gateway:
         told = await heard(gateway, made, 4)
     assert [event["sequence_number"] for event in told] == list(range(5, 5 + len(told)))
@@ -434,8 +496,9 @@ async def test_what_was_asked_without_a_key_ends_once_there_are_keys(tmp_path: P
 
 async def test_a_response_to_a_session_of_the_page_goes_on_once_there_are_keys(tmp_path: Path) -> None:
     async with running(tmp_path, SLOW) as gateway:
-        made = await started(gateway, await log_in(gateway), max_output_tokens=TOKENS)
+        made = await started(gateway, await log_in(gateway), max_output_tokens=TOKENS, input=held(tmp_path))
     KeyFile(tmp_path / "keys" / "keys.json").create(Key(name="a", prefix="", salt="", hash=""))
+    let_end(tmp_path)
     async with running(tmp_path, SLOW) as gateway:
         last = await ended(gateway, made, await log_in(gateway))
     assert last["status"] == "incomplete", last["error"]
@@ -542,14 +605,15 @@ async def test_one_that_is_deleted_while_its_gateway_ends_does_not_come_back(tmp
 
 async def test_one_whose_beginning_was_not_stored_yet_goes_on(tmp_path: Path) -> None:
     async with running(tmp_path, SLOW) as gateway:
-        made = await started(gateway, max_output_tokens=TOKENS, input="what was asked")
+        made = await started(gateway, max_output_tokens=TOKENS, input=held(tmp_path))
     for file in (tmp_path / "state").glob("responses.sqlite*"):
         file.unlink()
+    let_end(tmp_path)
     async with running(tmp_path, SLOW) as gateway:
         assert said(await heard(gateway, made)) == text_of(TOKENS)
         await ended(gateway, made)
         listed = (await gateway.client.get(f"{PATH}/{made}/input_items")).json()
-    assert listed["data"][0]["content"][0]["text"] == "what was asked"
+    assert listed["data"][0]["content"][0]["text"] == held(tmp_path)
 
 
 @pytest.mark.soak

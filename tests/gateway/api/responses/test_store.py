@@ -205,6 +205,16 @@ def test_a_place_that_cannot_be_written_is_an_error_for_readers_only(tmp_path: P
     store.close()
 
 
+def test_a_response_that_is_not_stored_is_reported_and_may_be_stored_later(tmp_path: Path, clock: Clock) -> None:
+    place = tmp_path / "file"
+    place.write_text("")
+    store = Store(place / "responses.sqlite", 1000, 500.0, WallClock(clock, clock))
+    assert not store.keep(1, lambda: stored("a")).result()
+    place.unlink()
+    assert store.keep(1, lambda: stored("a")).result()
+    store.close()
+
+
 def test_a_store_of_no_bytes_is_off(path: Path, clock: Clock) -> None:
     store = Store(path, 0, 500.0, WallClock(clock, clock))
     keep(store, stored("a"))

@@ -1,10 +1,15 @@
 import json
+import os
 import stat
+import tempfile
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from gateway.client_setup.config_edit import ConfigEdit, FileFormat
+from gateway.client_setup.config_write import write
+from gateway.failed import CommandFailed
 from tests.support.ctl import ctl
 
 CONFIG = """
@@ -161,3 +166,107 @@ def test_a_daemon_on_all_addresses_is_asked_on_the_loopback(
 def test_an_unknown_client_or_model_is_told_which_are_known(home: Path) -> None:
     assert "known are claude, codex," in ctl(home, "connect", "emacs").stderr
     assert "models here: small, coder" in ctl(home, "connect", "pi", "--model", "x").stderr
+    assert json.loads(ctl(home, "connect", "Claude-Code", "--json").stdout)["client"] == "claude"
+
+
+def test_what_has_no_file_is_printed_to_be_entered_by_hand(home: Path) -> None:
+    printed = ctl(home, "connect", "cursor")
+    written = ctl(home, "connect", "cursor", "--write")
+
+    assert printed.returncode == 0
+    for text in ("Override OpenAI Base URL  http://127.0.0.1:9123/v1", "custom model              coder"):
+        assert text in printed.stdout
+    assert (written.returncode, "cursor is configured by hand" in written.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("demo", "demo is a small model to try mlxd with"),
+        ("small", "small has a context of 4096 tokens; the client ne"),
+    ],
+)
+def test_a_model_that_will_disappoint_all_sessions_is_named(home: Path, model: str, expected: str) -> None:
+    with (home / "mlxd.toml").open("a") as file:
+        file.write('[models.demo]\npath = "demo"\n')
+    done = ctl(home, "connect", "claude", "--write", "--model", model)
+    good = ctl(home, "connect", "claude", "--write", "--model", "coder")
+
+    assert (done.returncode, expected in done.stderr) == (0, True), done.stderr
+    assert "mlxctl connect claude --undo takes it back" in done.stderr
+    assert good.stderr == ""
+
+
+@pytest.mark.parametrize("before", [None, b'{"theme":\r\n"dark"}'])
+def test_undo_makes_a_file_what_it_was_before_all_writes(home: Path, tmp_path: Path, before: bytes | None) -> None:
+    file = tmp_path / ".claude" / "settings.json"
+    if before is not None:
+        file.parent.mkdir()
+        file.write_bytes(before)
+        file.chmod(0o640)
+    for model in ("small", "coder"):
+        assert ctl(home, "connect", "claude", "--write", "--model", model).returncode == 0
+    done = ctl(home, "connect", "claude", "--undo")
+    again = ctl(home, "connect", "claude", "--undo")
+
+    assert done.returncode == 0, done.stderr
+    if before is None:
+        assert not file.parent.exists()
+        assert done.stdout == f"{file} is removed, as it was new\n"
+    else:
+        assert (file.read_bytes(), stat.S_IMODE(file.stat().st_mode)) == (before, 0o640)
+        assert list(file.parent.iterdir()) == [file]
+        assert done.stdout == f"{file} is as it was\n"
+    assert (again.returncode, "has written nothing for claude" in again.stderr) == (1, True)
+
+
+def test_undo_leaves_a_file_that_was_changed_since_and_says_where_its_text_is(home: Path, tmp_path: Path) -> None:
+    folder = tmp_path / ".config" / "opencode"
+    folder.mkdir(parents=True)
+    file = folder / "opencode.json"
+    file.write_text("{}")
+    backup = json.loads(ctl(home, "connect", "opencode", "--write", "--json").stdout)["files"][0]["backup"]
+    changed = file.read_text().replace("{", '{"theme": "mine",', 1)
+    file.write_text(changed)
+    done = ctl(home, "connect", "opencode", "--undo")
+
+    assert done.returncode == 1
+    assert f"{file} was changed after mlxctl connect had written it, and stays as it is" in done.stderr
+    assert f"what it was before is in {backup}" in done.stderr
+    assert (file.read_text(), Path(backup).read_text()) == (changed, "{}")
+
+
+def test_undo_restores_each_file_that_it_can(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path / "llm"))
+    assert ctl(home, "connect", "llm", "--write").returncode == 0
+    keys = tmp_path / "llm" / "keys.json"
+    keys.write_text("{}")
+    done = ctl(home, "connect", "llm", "--undo", "--json")
+
+    shown = json.loads(done.stdout)
+    assert shown["restored"] == [str(tmp_path / "llm" / "extra-openai-models.yaml")]
+    assert [str(keys) in refusal for refusal in shown["changed_since"]] == [True]
+    assert list((tmp_path / "llm").iterdir()) == [keys]
+
+
+def test_a_file_system_without_permissions_gets_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "settings.json"
+
+    # Such as FAT, on which chmod does nothing.
+    def unheard(path: str, mode: int) -> None:
+        pass
+
+    monkeypatch.setattr("os.chmod", unheard)
+    real = os.fchmod
+
+    def readable(*words: object, **named: object) -> tuple[int, str]:
+        descriptor, name = mkstemp(*words, **named)  # type: ignore[reportArgumentType]
+        real(descriptor, 0o755)
+        return descriptor, name
+
+    mkstemp = tempfile.mkstemp
+    monkeypatch.setattr("tempfile.mkstemp", readable)
+    with pytest.raises(CommandFailed, match="its file system lets other users read it"):
+        write(ConfigEdit(str(file), FileFormat.JSON, {"key": "sk-1"}, has_key=True))
+
+    assert list(tmp_path.iterdir()) == []

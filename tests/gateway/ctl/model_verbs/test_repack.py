@@ -25,8 +25,8 @@ def test_a_repacked_model_is_served_from_disk_with_the_same_text_and_counted(tmp
 
     config(
         tmp_path,
-        f'[models.moe]\npath = "{path}"',
-        f'[models.disk]\npath = "{disk}"\nexperts = "disk"\nexpert_cache = "1KiB"',
+        f'[models.moe]\npath = "{path}"\nbatching = "together"',
+        f'[models.disk]\npath = "{disk}"\nbatching = "together"\nexperts = "disk"\nexpert_cache = "1KiB"',
     )
     info = ctl(tmp_path, "info", "disk")
     assert "in memory, the others are read from disk" in info.stdout

@@ -18,7 +18,7 @@ from protocol.codec import encode
 from protocol.from_worker import Accepted, Step
 from protocol.peering import GENERATE_PATH, STATUS_PATH, VIA_HEADER, FrameReader, decode_status, encode_request
 from protocol.prompts import ChatPrompt, EmbedPrompt, Media, ScorePrompt, TextPrompt
-from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
+from protocol.to_worker import Constraint, ConstraintKind, Generate, LabelledQuestion, Sampling
 from tests.gateway.harness import Gateway, chat, running, until
 from tests.gateway.remote.peers.pairs import door, key_for, peer
 from tests.support.pool import short_home, tokens
@@ -146,6 +146,9 @@ async def test_two_gateways_that_point_at_each_other_make_no_loop() -> None:
                 body, headers = chat(model=name), {"x-api-key": secret}
                 reply = await left.client.post("/v1/chat/completions", json=body, headers=headers)
                 assert reply.status_code == status, name
+            asked = {"model": "right", "input": "hi", "questions": [{"type": "predicate", "instructions": "So?"}]}
+            reply = await left.client.post("/v1/decisions", json=asked, headers={"x-api-key": secret})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (400, "unsupported_model_kind")
 
 
 async def test_a_request_that_has_passed_this_daemon_is_refused(home: Home) -> None:
@@ -162,6 +165,7 @@ BAD = {
     "tokens": replace(request(), max_tokens=-1),
     "vectors": replace(request(), prompt=EmbedPrompt(("a",))),
     "scores": replace(request(), prompt=ScorePrompt(("a",), ("b",))),
+    "questions": replace(request(), questions=(LabelledQuestion("so?", ("Yes", "No")),)),
     "a long stop": replace(request(), stop=("x" * 1025,)),
     "a thinking budget": replace(request(), thinking_budget=-1),
     "drafts": replace(request(), most_drafted=-1),

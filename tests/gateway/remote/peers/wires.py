@@ -62,6 +62,8 @@ class Wire:
             return
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target)
         self._writers |= {writer, far_writer}
+        if not self.target:  # it has died meanwhile
+            self.cut()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._pass(reader, far_writer))
             tasks.create_task(self._pass(far_reader, writer))

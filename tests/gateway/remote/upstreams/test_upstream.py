@@ -267,7 +267,7 @@ async def test_a_stream_is_passed_on_as_it_comes() -> None:
 
 async def test_a_stream_that_breaks_off_ends_with_an_error_and_goes_on_nowhere_else() -> None:
     async with (
-        far(pieces=PIECES, ending="broken") as cloud,
+        far(pieces=[*PIECES, b'data: {"choices": [{"del'], ending="broken") as cloud,
         far(pieces=PIECES) as good,
         door(upstream(cloud.url), upstream(good.url, "good")) as (gateway, _),
     ):

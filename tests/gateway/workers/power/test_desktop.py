@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from gateway.config.settings import CAN_SEE_DESKTOP
+from gateway.workers.power import battery_and_display
 from gateway.workers.power.battery_and_display import (
     AWAY_S,
     BATTERY_DUTY,
@@ -21,11 +23,13 @@ from gateway.workers.power.battery_and_display import (
     Thermal,
     display_of,
     idle_of,
+    is_on_battery,
     pace,
     thermal_of,
 )
 from gateway.workers.supervisor.state import State
 from protocol.minors import MINOR, SET_PACE_MINOR
+from protocol.spec import WorkerSpec
 from protocol.to_worker import SetPace
 
 pytestmark = pytest.mark.anyio
@@ -144,9 +148,10 @@ class Process:
 class Model:
     """A worker, as far as it is told a pace."""
 
-    def __init__(self, name: str, state: State = State.READY, **facts: Any) -> None:
+    def __init__(self, name: str, state: State = State.READY, keep_warm_s: float = 0.0, **facts: Any) -> None:
         self.name = name
         self.state = state
+        self.spec = WorkerSpec(name, "demo", 1, "", "", keep_warm_s=keep_warm_s)
         self.incarnation = Process(name, **facts)
 
     @property
@@ -196,6 +201,24 @@ async def test_a_worker_that_could_not_be_reached_is_told_later_and_an_old_one_n
     assert [name for name, _, _ in wire.sent] == ["a"]
 
 
+@pytest.mark.parametrize("mode", ["auto", False])
+async def test_only_models_that_are_kept_warm_are_told_of_the_battery_and_again_of_mains(mode: object) -> None:
+    mac, models = Mac(), [Model("warm", keep_warm_s=300.0), Model("cold")]
+    mac.idle_s = AWAY_S
+    watch, wire = watched(mac, models, [mode])
+    await watch.update()
+    assert wire.sent == [], "on mains, what a worker begins with"
+
+    mac.power, mac.now = BATTERY, POWER_INTERVAL_S
+    for _ in range(2):
+        await watch.update()
+    assert wire.sent == [("warm", 1, SetPace(may_keep_warm=False))]
+
+    mac.power, mac.now = MAINS, 2 * POWER_INTERVAL_S
+    await watch.update()
+    assert wire.sent[1:] == [("warm", 1, FULL)]
+
+
 async def test_a_worker_of_an_earlier_gateway_is_told_also_that_it_may_compute_all_the_time() -> None:
     mac, models = Mac(), [Model("kept", is_adopted=True), Model("fresh")]
     watch, wire = watched(mac, models, [False])
@@ -203,3 +226,10 @@ async def test_a_worker_of_an_earlier_gateway_is_told_also_that_it_may_compute_a
         await watch.update()
     assert wire.sent == [("kept", 1, FULL)]
     assert mac.runs == [], "nothing is looked at that nothing depends on"
+
+
+def test_a_batch_asks_whether_the_machine_is_on_battery(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_on_battery(lambda _: BATTERY) or CAN_SEE_DESKTOP
+    monkeypatch.setattr(battery_and_display, "CAN_SEE_DESKTOP", True)
+    assert is_on_battery(lambda _: BATTERY)
+    assert not is_on_battery(lambda _: "Now drawing from 'AC Power'")

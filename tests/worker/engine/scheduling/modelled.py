@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from worker.engine.scheduling.chunking import ChunkPolicy
 from worker.engine.scheduling.pass_time import PassTime
-from worker.speculation.policy.draft_width import StepCosts
 
 # Chance that a token of a draft is right, and tokens a row of a block: few rows leave room for more.
 RIGHT = 0.95
@@ -61,8 +60,7 @@ class Machine:
     """Runs rows as the engine does, and tells the policy of each pass what the engine would."""
 
     def __init__(self, *, drafts: bool, seed: int = 3, noise: float = 0.0) -> None:
-        self.costs = StepCosts()
-        self.policy = ChunkPolicy(512, self.costs)
+        self.policy = ChunkPolicy(512)
         self.drafts = drafts
         self.now = 0.0
         self.rows: list[Client] = []
@@ -92,7 +90,7 @@ class Machine:
         chunk = self.policy.chunk(len(prompts), len(streams), longest, context)
         parts = [min(chunk.tokens, row.left) for row in prompts]
         # The speculator tries blocks where it knows what a plain step takes.
-        can_draft = self.drafts and streams and self.costs.known(len(streams), 1) is not None
+        can_draft = self.drafts and streams and self.policy.costs.has_step(len(streams), 1)
         width = WIDTHS[len(streams) <= FEW_ROWS] if can_draft else 1
         step_s = 0.0
         if streams:

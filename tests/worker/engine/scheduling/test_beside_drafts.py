@@ -2,11 +2,12 @@
 
 import pytest
 
-from tests.worker.engine.scheduling.modelled import Machine, at, block_s, plain_s, traffic
+from protocol.timing_profile import PassKind
+from tests.worker.engine.scheduling.modelled import Machine, at, plain_s, traffic
 from tests.worker.engine.scheduling.test_chunking import apart, fused, step
 from worker.engine.scheduling.chunking import CROWD, MIN_CHUNK, STALL_BLOCKS, STALL_RATIO, ChunkPolicy
-from worker.engine.scheduling.learned import LearnedTimes
-from worker.speculation.policy.draft_width import StepCosts
+from worker.model.pass_costs import PassCosts
+from worker.speculation.policy.draft_width import may_pay
 
 # The first tokens of drafting clients may come this many times as late as without drafts. They have their answers
 # sooner and so ask more often, which is why it is not 1.
@@ -48,7 +49,7 @@ def test_prompts_beside_drafting_clients_wait_about_as_long_as_without_drafts() 
 def test_a_block_may_be_held_up_for_the_plain_steps_that_its_tokens_would_take() -> None:
     one_s = (STALL_RATIO - 1) * BLOCK_S
     policy = drafting(tokens=3)
-    assert policy._costs.gain(4, 8) == pytest.approx(1.5)
+    assert policy.costs.gain(4, 8) == pytest.approx(1.5)
     assert policy._stall_s(2, 4) == pytest.approx(1.5 * one_s * CROWDED)
     lost = drafting(tokens=1)
     assert lost._stall_s(2, 4) == pytest.approx(0.5 * one_s * CROWDED), "one that gives no more counts as a plain step"
@@ -68,21 +69,11 @@ def test_a_batch_that_fills_up_while_prompts_keep_coming_knows_what_its_steps_ta
     machine = Machine(drafts=drafts)
     machine.serve(traffic(4), 1)
     machine.serve(traffic(200, seed=4), 16)
-    assert {1, 8, 16} <= {rows for rows, _ in machine.costs.times}
-    for (rows, width), seconds in machine.costs.times.items():
-        true_s = [plain_s(each) if width == 1 else block_s(each, width) for each in (0.7 * rows, 1.45 * rows)]
-        assert 0.9 * true_s[0] <= seconds <= 1.1 * true_s[1], (rows, width)
-
-
-def test_a_number_of_rows_that_was_not_seen_is_between_as_long_and_proportionally_longer() -> None:
-    costs = StepCosts()
-    assert costs.scaled(4, 1) == 0.0
-    costs.observe(4, 1, 0.02)
-    costs.observe(16, 1, 0.05)
-    assert costs.scaled(4, 1) == 0.02
-    assert 0.005 < costs.scaled(1, 1) < 0.02
-    assert 0.05 < costs.scaled(32, 1) < 0.1
-    assert costs.scaled(16, 4) == 0.0
+    costs = machine.policy.costs
+    for rows in (1, 8, 16):
+        seconds = costs.step(rows, 1)
+        assert seconds is not None
+        assert 0.9 * plain_s(0.7 * rows) <= seconds <= 1.1 * plain_s(1.45 * rows)
 
 
 def test_blocks_alone_keep_the_limit_and_no_newest_step_decides_it() -> None:
@@ -95,45 +86,43 @@ def test_blocks_alone_keep_the_limit_and_no_newest_step_decides_it() -> None:
     assert before.tokens > MIN_CHUNK
 
 
-def chunk_times(learned: LearnedTimes) -> dict[tuple[bool, int], float]:
-    return {(each.is_riding, each.tokens): round(each.seconds, 6) for each in learned.merged()[0]}
+def chunk_times(costs: PassCosts) -> dict[int, float]:
+    return {each.size: round(each.seconds, 6) for each in costs.records() if each.kind is PassKind.FUSED}
 
 
 def test_a_chunk_is_measured_against_a_step_of_the_same_rows_and_width() -> None:
-    learned = LearnedTimes()
-    policy = ChunkPolicy(512, learned=learned)
-    step(policy, 0.02)
-    step(policy, 0.05, width=8)
-    step(policy, 0.09, rows=16, width=8)
+    policy = ChunkPolicy(512)
+    for _ in range(2):
+        step(policy, 0.02)
+        step(policy, 0.05, width=8)
+        step(policy, 0.09, rows=16, width=8)
     for _ in range(2):
         fused(policy, 0.06, 32, width=8)
         fused(policy, 0.11, 64, rows=16, width=8)
         fused(policy, 0.06, 128)
-    assert chunk_times(learned) == {(True, 32): 0.01, (True, 64): 0.02, (True, 128): 0.04}
+    assert chunk_times(policy.costs) == {32: 0.01, 64: 0.02, 128: 0.04}
 
 
 def test_beside_a_step_that_is_unknown_nothing_is_said_of_the_chunk() -> None:
-    learned = LearnedTimes()
-    policy = ChunkPolicy(512, learned=learned)
+    policy = ChunkPolicy(512)
     step(policy, 0.02)
     for _ in range(3):
         fused(policy, 0.08, 64, width=8)
         fused(policy, 0.08, 64, rows=16)
-    assert chunk_times(learned) == {}
+    assert chunk_times(policy.costs) == {}
 
 
 def test_a_plain_step_with_a_known_chunk_tells_drafts_what_it_took() -> None:
-    costs = StepCosts()
-    policy = ChunkPolicy(512, costs)
+    policy = ChunkPolicy(512)
     step(policy, 0.02)
     for _ in range(2):
         fused(policy, 0.03, 64)
-    assert not costs.may_pay(16)
+    assert not may_pay(policy.costs, 16)
     fused(policy, 0.06, 64, rows=16)
-    assert costs.known(16, 1) == pytest.approx(0.05)
-    assert costs.may_pay(16)
+    assert policy.costs.step(16, 1) == pytest.approx(0.05)
+    assert may_pay(policy.costs, 16)
     fused(policy, 0.011, 64, rows=1)
-    assert costs.known(1, 1) is None, "the small rest of a long pass says nothing"
+    assert policy.costs.step(1, 1) is None, "the small rest of a long pass says nothing"
 
 
 def test_while_prompts_keep_coming_a_step_is_now_and_then_measured_without_a_chunk() -> None:

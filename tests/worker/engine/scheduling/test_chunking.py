@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from protocol.timing_profile import FORMAT, ChunkTime, StepTime, TimingProfile
+from protocol.timing_profile import PassKind, PassSeconds
 from worker.engine.scheduling.chunking import (
     ENOUGH,
     FIRST_CHUNK,
@@ -20,8 +20,8 @@ from worker.engine.scheduling.chunking import (
     ChunkPolicy,
     PaceLimits,
 )
-from worker.engine.scheduling.learned import LearnedTimes
 from worker.engine.scheduling.pass_time import PassTime
+from worker.model.pass_costs import PassCosts
 
 
 def step(policy: ChunkPolicy, seconds: float, rows: int = 4, width: int = 1, each: int = 1) -> None:
@@ -192,7 +192,7 @@ def test_chunks_ride_on_the_step_where_that_is_quicker_and_else_run_apart() -> N
 
 def test_a_way_that_was_slower_is_tried_again() -> None:
     policy = seasoned(riding_s=0.02, apart_s=0.005)
-    for _ in range(40):
+    for _ in range(300):
         step(policy, 0.02)
         apart(policy, 0.005, 128)
     assert policy.chunk(1, 4).is_fused
@@ -211,12 +211,10 @@ def test_where_enough_tokens_cost_little_a_long_prompt_stalls_streams_little() -
 
 def recalled(chunk_s: float, step_s: float = 0.02) -> ChunkPolicy:
     """A policy that has the times of an earlier start: a chunk of 512 tokens has added so much to a step."""
-    chunks = tuple(
-        ChunkTime(0, rode, tokens, chunk_s * tokens / 512) for rode in (True, False) for tokens in (32, 128, 512)
-    )
-    steps = (StepTime(0, 4, 1, step_s),)
-    kept = TimingProfile(format=FORMAT, key="", model="m", path="", machine="", written=0, chunks=chunks, steps=steps)
-    return ChunkPolicy(512, learned=LearnedTimes(kept))
+    kept = [PassSeconds(0, PassKind.STEP, 4, 1, step_s)]
+    for kind in (PassKind.FUSED, PassKind.ALONE):
+        kept += [PassSeconds(0, kind, 0, tokens, chunk_s * tokens / 512) for tokens in (32, 128, 512)]
+    return ChunkPolicy(512, PassCosts(kept))
 
 
 def test_with_times_of_an_earlier_start_the_first_prompt_has_the_right_chunk_at_once() -> None:

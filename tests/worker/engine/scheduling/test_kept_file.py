@@ -9,10 +9,10 @@ import pytest
 
 from protocol import timing_profile
 from protocol.prompts import TokensPrompt
-from protocol.timing_profile import Calibration, LoadFacts, MeasuredSpeed, StepTime
+from protocol.timing_profile import Calibration, LoadFacts, MeasuredSpeed, PassKind, PassSeconds
 from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, spec
-from worker.engine.scheduling.kept_file import MIN_NEW_STEPS, WRITE_INTERVAL_S, KeptFile
+from worker.engine.scheduling.kept_file import MIN_NEW_PASSES, WRITE_INTERVAL_S, KeptFile
 
 KEY = "00112233445566778899"
 LOAD = LoadFacts(2.0, 0.5, 100, 200, 8, 0)
@@ -22,19 +22,22 @@ def opened(folder: Path, key: str = KEY) -> KeptFile:
     return KeptFile(folder, key, "m", "path", "a machine")
 
 
-def step(file: KeptFile, seconds: float = 0.01, ticks: int = MIN_NEW_STEPS) -> None:
+def step(file: KeptFile, seconds: float = 0.01, ticks: int = MIN_NEW_PASSES) -> None:
     for _ in range(ticks):
-        file.learned.stepped(0, 2, 1, seconds)
+        file.costs.observe_step(2, 1, seconds)
 
 
 def test_what_one_start_has_learned_the_next_one_has(tmp_path: Path) -> None:
     file = opened(tmp_path)
     file.write_load(LOAD)
     step(file)
-    file.learned.stepped(0, 2, 4, 0.03)
+    for _ in range(2):
+        file.costs.observe_step(2, 4, 0.03)
     file.save()
     again = opened(tmp_path)
-    assert again.learned.steps() == {(2, 1): 0.01, (2, 4): 0.03}
+    assert again.costs.records() == [
+        PassSeconds(0, PassKind.STEP, 2, width, seconds) for width, seconds in ((1, 0.01), (4, 0.03))
+    ]
     assert again.kept is not None
     assert again.kept.load == LOAD
 
@@ -123,10 +126,11 @@ def test_an_engine_keeps_its_times_at_its_end_and_no_file_changes_a_token(
     (file,) = tmp_path.glob("test-*.json")
     kept = timing_profile.read(file)
     assert kept.path == str(folder)
-    assert {each.rows for each in kept.steps} & {1, 2, 4}
+    assert {each.rows for each in kept.passes} & {1, 2, 4}
     assert ids() == first
-    steps = tuple(StepTime(0, rows, width, 1e-9 * rows / width) for rows in (1, 2, 4) for width in (1, 2, 4, 8, 16))
-    timing_profile.write(tmp_path, msgspec.structs.replace(kept, steps=steps))
+    steps = [PassSeconds(0, PassKind.STEP, rows, width, 1e-9) for rows in (1, 2, 4) for width in (1, 2, 4, 8, 16)]
+    chunks = [PassSeconds(0, kind, 0, 64, 1e-9) for kind in (PassKind.FUSED, PassKind.ALONE)]
+    timing_profile.write(tmp_path, msgspec.structs.replace(kept, passes=(*steps, *chunks)))
     assert ids() == first
 
 

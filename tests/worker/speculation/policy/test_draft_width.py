@@ -1,24 +1,30 @@
-"""The width of a step follows what steps of that width were measured to take."""
+"""The width of a step follows what passes of that size were measured to take."""
 
 from collections.abc import Callable
 
 import pytest
 
-from worker.speculation.policy.draft_width import WIDTHS, FasterOfTwo, StepCosts
+from protocol.timing_profile import PassKind
+from worker.model.pass_costs import WIDTHS, PassCosts
+from worker.speculation.policy.draft_width import best_width, may_pay
 
 SURE = [1.0] * 15
 
 
-def run(cost: Callable[[int], float], rows: int = 1, odds: float = 0.95, steps: int = 2000) -> tuple[float, StepCosts]:
+def width(costs: PassCosts, rows: int, odds: list[list[float]]) -> int:
+    return best_width(costs, rows, odds)[0]
+
+
+def run(cost: Callable[[int], float], rows: int = 1, odds: float = 0.95, steps: int = 2000) -> tuple[float, PassCosts]:
     """Tokens a second ÷ those of plain steps, on a device on which a step of so many tokens takes so long."""
-    costs, width = StepCosts(), 1
+    costs, wide = PassCosts(), 1
     chances = [[odds ** (at + 1) for at in range(15)]] * rows
     tokens, seconds = 0.0, 0.0
     for _ in range(steps):
-        tokens += rows + sum(sum(each[: width - 1]) for each in chances)
-        seconds += cost(rows * width)
-        costs.observe(rows, width, cost(rows * width))
-        width = costs.width(rows, chances)
+        tokens += rows + sum(sum(each[: wide - 1]) for each in chances)
+        seconds += cost(rows * wide)
+        costs.observe_step(rows, wide, cost(rows * wide))
+        wide = width(costs, rows, chances)
     return tokens / seconds / (rows / cost(rows)), costs
 
 
@@ -42,7 +48,7 @@ def cliff(tokens: int) -> float:
 
 def test_where_more_tokens_cost_nothing_more_the_widest_step_is_taken() -> None:
     gain, costs = run(flat)
-    assert costs.width(1, [[0.95 ** (at + 1) for at in range(15)]]) == WIDTHS[-1]
+    assert width(costs, 1, [[0.95 ** (at + 1) for at in range(15)]]) == WIDTHS[-1]
     assert gain > 10
 
 
@@ -58,71 +64,47 @@ def test_drafts_are_never_a_loss(cost: Callable[[int], float], odds: float, rows
 
 
 def test_nothing_is_tried_before_a_plain_step_was_measured() -> None:
-    costs = StepCosts()
-    assert costs.width(1, [SURE]) == 1
-    assert not costs.may_pay(1)
-    costs.observe(1, 1, 0.01)
-    assert costs.may_pay(1)
-    assert costs.width(1, [SURE]) == 2, "one doubling at a time"
+    costs = PassCosts()
+    assert width(costs, 1, [SURE]) == 1
+    assert not may_pay(costs, 1)
+    costs.observe_step(1, 1, 0.01)
+    assert may_pay(costs, 1)
+    assert width(costs, 1, [SURE]) == 2, "one doubling at a time"
 
 
 def test_what_was_once_slow_is_tried_again() -> None:
-    costs = StepCosts()
-    costs.observe(1, 1, 0.01)
-    costs.observe(1, 2, 1.0)
-    assert costs.width(1, [SURE]) == 1
+    costs = PassCosts()
+    for seconds in (0.01, 0.01):
+        costs.observe_step(1, 1, seconds)
+    for seconds in (1.0, 1.0):
+        costs.observe_step(1, 2, seconds)
+    assert width(costs, 1, [SURE]) == 1
     tried = 0
-    for _ in range(200):
-        costs.observe(1, 1, 0.01)
-        tried += costs.width(1, [SURE]) > 1
+    for _ in range(600):
+        costs.observe_step(1, 1, 0.01)
+        tried += width(costs, 1, [SURE]) > 1
     assert tried
 
 
 def test_rows_of_one_kind_say_nothing_of_others() -> None:
     _, costs = run(flat)
-    assert costs.width(32, [SURE] * 32) == 1
+    assert width(costs, 32, [SURE] * 32) == 1
 
 
-def test_of_two_ways_the_quicker_is_taken_whatever_its_first_steps_compiled() -> None:
-    ways = FasterOfTwo()
-
-    def taken(steps: int, seconds: dict[bool, float]) -> list[bool]:
-        chosen: list[bool] = []
-        for _ in range(steps):
-            chosen.append(ways.choose(8))
-            compiles = chosen.count(chosen[-1]) == 1
-            ways.observe(8, chosen[-1], 0.06 if compiles else seconds[chosen[-1]])
-        return chosen
-
-    first = taken(2048, {False: 0.02, True: 0.01})
-    assert not first[0]
-    assert sum(not way for way in first) < 20, "a few at first"
-    again = taken(2048, {False: 0.02, True: 0.04})
-    assert sum(again) < 20, "both are measured again"
-    assert ways.choose(1) is False, "other numbers of rows are measured for themselves"
+@pytest.mark.parametrize("prompted", [0, 16])
+def test_a_block_beside_a_prompt_must_pay_for_the_time_that_the_prompt_waits(prompted: int) -> None:
+    costs, rows = PassCosts(), 4
+    for _ in range(2):
+        costs.observe_step(rows, 1, 0.010)
+        costs.observe_step(rows, 2, 0.012)
+        costs.observe_chunk(PassKind.FUSED, 16, 0.030)
+    costs.prompted = prompted
+    # The pass does 1.3 times the work of a step in 1.2 times the time; beside the chunk, 1.075 and 1.05 times.
+    assert (width(costs, rows, [[0.3]] * rows) > 1) == (prompted == 0)
+    assert width(costs, rows, [SURE] * rows) > 1
 
 
 def test_times_of_an_earlier_start_let_drafts_begin_at_once() -> None:
     _, before = run(flat)
-    costs = StepCosts()
-    assert costs.width(1, [SURE]) == 1
-    costs.recall(before.times)
-    assert costs.width(1, [SURE]) == before.width(1, [SURE]) == 16
-
-
-@pytest.mark.parametrize("factor", [0.01, 100.0])
-def test_times_of_an_earlier_start_that_lie_do_not_last(factor: float) -> None:
-    _, before = run(flat)
-    costs = StepCosts()
-    costs.recall({key: seconds * factor for key, seconds in before.times.items()})
-    for width in (1, 16, 1, 16, 1, 16):
-        costs.observe(1, width, flat(width))
-    assert costs.known(1, 1) == costs.known(1, 16) == flat(1)
-
-
-def test_one_step_that_compiled_kernels_does_not_speak_against_an_earlier_start() -> None:
-    costs = StepCosts()
-    costs.recall({(1, 1): 0.01, (1, 8): 0.012, (3, 8): 9.0, (1, 7): 9.0})
-    costs.observe(1, 8, 1.0)
-    assert costs.known(1, 8) == 0.012
-    assert costs.times.keys() == {(1, 1), (1, 8)}, "what is no size of ours is not taken"
+    assert width(PassCosts(), 1, [SURE]) == 1
+    assert width(PassCosts(before.records()), 1, [SURE]) == width(before, 1, [SURE]) == 16

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.drafted import Drafted
-from worker.speculation.draft_state import DraftedRow, Drafting
+from worker.speculation.draft_state import DraftedCounts, DraftedRow, Drafting
 from worker.speculation.drafter import Draw, Rows
 from worker.speculation.policy.speculator import Speculator
 from worker.speculation.text_sources.indexed_text import Tokens
@@ -21,13 +21,19 @@ def row() -> Drafted:
     return Drafted()
 
 
+def plain(speculator: Speculator, seconds: float) -> None:
+    """Let plain steps of one row take so long."""
+    for _ in range(2):
+        speculator.costs.observe_step(1, 1, seconds)
+
+
 def followed(
     row: Drafted, prompt: Sequence[int], drafting: Drafting | None = None, seconds: float = 0.01
 ) -> Speculator:
     """A device whose plain step takes so long, and one row on it."""
     speculator = Speculator()
     speculator.add(row, np.array(prompt, dtype=np.int32), drafting or Drafting())
-    speculator.costs.observe(1, 1, seconds)
+    plain(speculator, seconds)
     return speculator
 
 
@@ -43,7 +49,7 @@ def generate(speculator: Speculator, row: Drafted, text: Sequence[int], cost: fl
         if draft:
             speculator.verified([row], [draft], [right])
         speculator.note(row, text[at : at + 1 + right])
-        speculator.costs.observe(1, 1 + len(draft), 0.01 + cost * len(draft), 1 + right)
+        speculator.costs.observe_step(1, 1 + len(draft), 0.01 + cost * len(draft), 1 + right)
         at += 1 + right
     return steps
 
@@ -69,9 +75,10 @@ def test_the_tokens_that_were_right_are_counted_by_source_and_place(row: Drafted
 def test_a_prediction_is_told_apart(row: Drafted) -> None:
     speculator = followed(row, [1, 2, 3], Drafting(prediction=tuple(TEXT)))
     generate(speculator, row, [*TEXT[:30], 7], cost=0.0)
-    drafted, accepted = row.draft.take_prediction_counts()
-    assert 15 < accepted <= drafted
-    assert row.draft.take_prediction_counts() == (0, 0), "since it was asked last"
+    counts = row.draft.take_counts()
+    assert 15 < counts.predicted_accepted <= counts.predicted
+    assert counts.predicted <= counts.drafted
+    assert row.draft.take_counts() == DraftedCounts(), "since it was asked last"
 
 
 @pytest.mark.parametrize(("most", "longest"), [(0, 0), (2, 2)])
@@ -116,7 +123,8 @@ def test_a_row_whose_drafts_are_wrong_is_looked_at_ever_more_rarely_until_one_is
         if looks[-1]:
             drafts = speculator.drafts([row], [4], [8])
             speculator.verified([row], drafts, [0])
-            speculator.costs.observe(1, 4, 0.0105)
+            for _ in range(2):
+                speculator.costs.observe_step(1, 4, 0.0105)
     between = [later - at for at, later in pairwise(at for at, look in enumerate(looks) if look)]
     assert between[:3] == [2, 4, 8]
     assert max(between) == 16
@@ -131,7 +139,7 @@ def test_rows_that_came_at_different_times_ask_for_drafts_at_the_same_step() -> 
     """A block of four rows takes 2.5 plain steps: it is worth that only if most of the rows have a draft."""
     speculator = Speculator()
     for width, seconds in ((1, 0.01), (2, 0.02), (4, 0.025)):
-        speculator.costs.observe(4, width, seconds)
+        speculator.costs.observe_step(4, width, seconds)
     rows = [Drafted() for _ in range(4)]
     for at, each in enumerate(rows):
         speculator.add(each, np.array(TEXT * 2 + TEXT[:9], dtype=np.int32), Drafting())
@@ -195,7 +203,7 @@ def test_a_model_drafts_where_no_text_does_and_is_given_up_when_it_fails(fails: 
     proposer = Failing(fails=fails)
     speculator = Speculator(proposer)
     speculator.add(row, np.array([1, 2, 3], dtype=np.int32), Drafting())
-    speculator.costs.observe(1, 1, 0.01)
+    plain(speculator, 0.01)
     steps = generate(speculator, row, TEXT, cost=0.0)
     assert (steps < len(TEXT) / 2) is not fails
     assert (proposer.asked == 1) is fails
@@ -208,7 +216,7 @@ def test_a_failure_of_the_device_while_a_model_drafts_is_the_step_s_own(error: s
     proposer = Failing(fails=True, error=error)
     speculator = Speculator(proposer)
     speculator.add(row, np.array([1, 2, 3], dtype=np.int32), Drafting())
-    speculator.costs.observe(1, 1, 0.01)
+    plain(speculator, 0.01)
     for _ in range(2):  # nor is the model given up for it
         with pytest.raises(RuntimeError, match=r"bytes|CUDA"):
             speculator.drafts([row], [20], [8])
@@ -219,7 +227,7 @@ def test_a_model_is_not_asked_for_a_row_that_it_reads_and_is_given_up_when_readi
     proposer = Failing(fails=False)
     speculator = Speculator(proposer)
     speculator.add(row, np.array([1, 2, 3], dtype=np.int32), Drafting())
-    speculator.costs.observe(1, 1, 0.01)
+    plain(speculator, 0.01)
     proposer.reading.add(row)
     assert not speculator.is_ready([row], [8])
     assert speculator.drafts([row], [20], [8]) == [[]]
@@ -240,7 +248,7 @@ def test_a_model_is_asked_for_the_rows_that_have_no_better_draft_and_for_no_more
         speculator.add(row, np.array(text, dtype=np.int32), Drafting())
     for at, width in enumerate((1, 2, 4, 8, 16)):
         for _ in range(3):
-            speculator.costs.observe(2, width, 10 + at / 10)
+            speculator.costs.observe_step(2, width, 10 + at / 10)
     speculator.drafts([second, third], [9, 9], [100, 100])
     assert proposer.rows == [second, third], "which shows what its drafts cost"
     drafts = speculator.drafts([copying, second], [TEXT[0], 9], [100, 100])

@@ -1,0 +1,1 @@
+"""Decisions: yes or no, one of several options, or a level, each with its probability."""

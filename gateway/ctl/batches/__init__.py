@@ -1,0 +1,1 @@
+"""`mlxctl batches`."""

@@ -1,0 +1,1 @@
+"""`mlxctl selftest`: the list of docs/macos.md as a program."""

@@ -1,0 +1,255 @@
+"""HTTP client to upstreams: other servers with OpenAI's or Anthropic's API."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import httpx
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from gateway.config.peer_tables import read_secret
+from gateway.config.remote_settings import UpstreamConfig
+from gateway.remote.http_client import make_client
+from protocol.codec import BYTES_PER_TOKEN, UNREADABLE
+
+log = logging.getLogger(__name__)
+
+Header = tuple[bytes, bytes]
+
+JSON: Final = "application/json"
+EVENTS: Final = "text/event-stream"
+DRAIN_POLL_S: Final = 0.02
+CONNECT_S: Final = 5.0
+# Reading the text of a refusal, which is only logged, takes at most this time.
+EXCERPT_TIMEOUT_S: Final = 5.0
+BODY_BYTES_MAX: Final = 64 << 20
+# The last TAIL_BYTES of a stream are kept, because they contain the usage.
+TAIL_BYTES: Final = 16 * 1024
+# An upstream may report more prompt tokens than the body has bytes, by up to this number. It adds its own instructions
+# and template, and downloads media given by URL.
+UNSEEN_TOKENS_MAX: Final = 1 << 16
+# An upstream may report up to this many tokens of a sequence without `max_tokens`. The size of the text is no limit,
+# because reasoning may be counted without being sent.
+COMPLETION_TOKENS_MAX: Final = 1 << 18
+# Headers that are passed from clients to upstreams, and from upstreams to clients.
+_REQUEST_HEADERS: Final = ("anthropic-version", "anthropic-beta")
+_RESPONSE_HEADERS: Final = (b"retry-after",)
+# Statuses that mean a problem of the upstream or of this daemon's key, not of the request. _KEY_STATUSES are those
+# about the key.
+_UPSTREAM_STATUSES: Final = frozenset({401, 402, 403, 404, 408, 429, 500, 502, 503, 504, 529})
+_KEY_STATUSES: Final = frozenset({401, 402, 403})
+# Maximum number of characters that are logged of a refusal, and of an unexpected media type.
+_EXCERPT_CHARS: Final = 500
+_KIND_CHARS: Final = 100
+
+
+class Unreachable(Exception):
+    """The upstream did not respond, or its response broke off. `reason` is for the metrics."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+class _UpstreamUsage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _CountedAnswer(msgspec.Struct, frozen=True):
+    usage: _UpstreamUsage | None = None
+
+
+_counted: Final = msgspec.json.Decoder(_CountedAnswer)
+
+
+class Clients:
+    """HTTP clients of upstreams. Each is made at its first request. Used on the event loop only.
+
+    `transport` replaces the connections of this machine.
+    """
+
+    def __init__(self, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self._transport = transport
+        # Maps upstreams to their client and the configuration for which the client was made.
+        self._clients: dict[str, tuple[UpstreamConfig, httpx.AsyncClient]] = {}
+        self._replaced: list[httpx.AsyncClient] = []
+        self._running = 0
+
+    async def send(self, upstream: UpstreamConfig, scope: Scope, body: bytes) -> "UpstreamResponse":
+        """Send a request and return the response as soon as its header has arrived, whatever its status. Raises
+        `Unreachable`.
+        """
+        path = scope["path"]
+        suffix = path.removeprefix("/v1") if upstream.dialect == "openai" else path
+        try:
+            request = self._client(upstream).build_request(
+                "POST", upstream.url + suffix, content=body, headers=_headers(upstream, Headers(scope=scope))
+            )
+            async with asyncio.timeout(upstream.first_byte_s):
+                answer = UpstreamResponse(await self._client(upstream).send(request, stream=True), upstream)
+        except (TimeoutError, httpx.TimeoutException):
+            raise Unreachable("timeout", f"no answer within {upstream.first_byte_s:g} s") from None
+        except (httpx.HTTPError, OSError, ValueError) as error:
+            raise Unreachable("connection", str(error) or type(error).__name__) from None
+        if fault := answer.fault:
+            await answer.close()
+            raise Unreachable("invalid", fault)
+        return answer
+
+    @contextmanager
+    def running(self) -> Generator[None, None, None]:
+        """Count a request that `drain` waits for."""
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+
+    async def drain(self, deadline_s: float) -> None:
+        """Let requests at upstreams finish until the deadline."""
+        end = asyncio.get_running_loop().time() + deadline_s
+        while self._running and asyncio.get_running_loop().time() < end:  # noqa: ASYNC110 - tasks of many requests
+            await asyncio.sleep(DRAIN_POLL_S)
+
+    async def close(self) -> None:
+        """Close the connections to all upstreams."""
+        for client in (*self._replaced, *(client for _, client in self._clients.values())):
+            await client.aclose()
+
+    def _client(self, upstream: UpstreamConfig) -> httpx.AsyncClient:
+        known = self._clients.get(upstream.name)
+        if known is not None and known[0] == upstream:
+            return known[1]
+        if known is not None:
+            self._replaced.append(known[1])
+        client = make_client(upstream.ca, upstream.silence_s, CONNECT_S, transport=self._transport)
+        self._clients[upstream.name] = upstream, client
+        return client
+
+
+class UpstreamResponse:
+    """Response of an upstream, which must be read once and closed."""
+
+    def __init__(self, response: httpx.Response, upstream: UpstreamConfig) -> None:
+        self._response = response
+        self._name = upstream.name
+        self._whole_s = upstream.first_byte_s + upstream.silence_s
+        self._tail = b""
+        self._bytes = 0
+        self.status = response.status_code
+        self.kind = response.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+        self.is_stream = self.kind == EVENTS
+        self.headers: list[Header] = [
+            (name.lower(), value) for name, value in response.headers.raw if name.lower() in _RESPONSE_HEADERS
+        ]
+
+    @property
+    def is_of_api(self) -> bool:
+        """Whether the response has a media type of the API. An error page of a proxy has not."""
+        return self.kind in (JSON, EVENTS)
+
+    @property
+    def fault(self) -> str:
+        """Reason why this is neither a response of the API nor a refusal; empty if it is one of these."""
+        if not (200 <= self.status < 300 or 400 <= self.status < 600):
+            return f"its answer has status {self.status}"
+        if self._response.headers.get("content-encoding", "identity") != "identity":
+            return "its answer is compressed, which it was asked not to be"
+        if self.status < 400 and not self.is_of_api:
+            return f"its answer is of type {self.kind[:_KIND_CHARS]!r}"
+        return ""
+
+    @property
+    def is_its_own(self) -> bool:
+        """Whether a refusal is because of the upstream or the key, so that another upstream may serve the request."""
+        return self.status in _UPSTREAM_STATUSES
+
+    @property
+    def is_about_key(self) -> bool:
+        """Whether a refusal is because of this daemon's key. Such a refusal must not be shown to clients."""
+        return self.status in _KEY_STATUSES
+
+    async def excerpt(self) -> str:
+        """Read the first characters of the body, for the log."""
+        text = b""
+        try:
+            async with asyncio.timeout(EXCERPT_TIMEOUT_S):
+                async for piece in self.pieces():
+                    text += piece
+                    if len(text) >= _EXCERPT_CHARS:
+                        break
+        except (Unreachable, TimeoutError) as error:
+            return f"(no text: {error})"
+        return repr(text[:_EXCERPT_CHARS].decode(errors="replace"))
+
+    async def pieces(self) -> AsyncGenerator[bytes]:
+        """Yield the body as it is received. Raises `Unreachable`."""
+        try:
+            async for piece in self._response.aiter_raw():
+                self._tail = (self._tail + piece)[-TAIL_BYTES:]
+                self._bytes += len(piece)
+                yield piece
+        except (httpx.HTTPError, OSError) as error:
+            reason = "timeout" if isinstance(error, httpx.TimeoutException) else "connection"
+            raise Unreachable(reason, str(error)) from None
+
+    async def read(self) -> bytes:
+        """Read the whole body. Raises `Unreachable`."""
+        pieces: list[bytes] = []
+        try:
+            async with asyncio.timeout(self._whole_s):
+                async for piece in self.pieces():
+                    pieces.append(piece)
+                    if self._bytes > BODY_BYTES_MAX:
+                        raise Unreachable("too_large", f"an answer of more than {BODY_BYTES_MAX} bytes")
+        except TimeoutError:
+            raise Unreachable("timeout", f"an answer that was not whole after {self._whole_s:g} s") from None
+        return b"".join(pieces)
+
+    async def close(self) -> None:
+        await self._response.aclose()
+
+    def usage(self, body_bytes: int, sequences: int, max_tokens: int | None) -> tuple[int, int]:
+        """Return the prompt and completion tokens that the upstream reports. A missing or impossible count is replaced
+        by an estimate from the sizes. `max_tokens` is the limit of each sequence.
+        """
+        if self.status >= 400:
+            return 0, 0
+        prompt = completion = 0
+        for counted in self._counts():
+            prompt = max(prompt, counted.prompt_tokens, counted.input_tokens)
+            completion = max(completion, counted.completion_tokens, counted.output_tokens)
+        sequence_max = COMPLETION_TOKENS_MAX if max_tokens is None else min(max_tokens, COMPLETION_TOKENS_MAX)
+        if prompt > body_bytes + UNSEEN_TOKENS_MAX or completion > max(self._bytes, sequences * sequence_max):
+            log.warning("upstream %s counts more tokens than there can be; they are estimated", self._name)
+            prompt = completion = 0
+        return prompt or body_bytes // BYTES_PER_TOKEN, completion or self._bytes // BYTES_PER_TOKEN
+
+    def _counts(self) -> Iterator[_UpstreamUsage]:
+        lines = self._tail.split(b"\n") if self.is_stream else [self._tail]
+        for line in lines:
+            try:
+                counted = _counted.decode(line.removeprefix(b"data:").strip())
+            except UNREADABLE:
+                continue
+            if counted.usage is not None:
+                yield counted.usage
+
+
+def _headers(upstream: UpstreamConfig, client: Headers) -> list[Header]:
+    """Return the headers for an upstream, without the client's key and address. Raises `OSError`, `ValueError`."""
+    headers = {"content-type": JSON, "user-agent": "mlxd"}
+    headers |= {name: client[name] for name in _REQUEST_HEADERS if name in client}
+    if upstream.key_file:
+        secret = read_secret(Path(upstream.key_file))
+        headers |= {"x-api-key": secret} if upstream.dialect == "anthropic" else {"authorization": f"Bearer {secret}"}
+    # Non-ASCII values are passed unchanged; the upstream may refuse them.
+    return [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
