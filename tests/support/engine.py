@@ -26,6 +26,7 @@ from protocol.from_worker import (
 )
 from protocol.spec import WorkerSpec
 from protocol.to_worker import Generate, Shutdown
+from tests.support import threads
 from tests.support.scale import patient
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import Command, EngineInbox
@@ -135,8 +136,7 @@ class EngineHarness:
 
     def __exit__(self, *_: object) -> None:
         self._inbox.put(Shutdown())
-        self._thread.join(patient(TIMEOUT_S))
-        assert not self._thread.is_alive()
+        threads.join(self._thread, TIMEOUT_S)
 
     def _main(self) -> None:
         try:

@@ -12,6 +12,7 @@ from protocol.failures import Code
 from protocol.from_worker import Delta, Drained, Finish, Rejected, Step, Up
 from protocol.spec import WorkerSpec
 from protocol.to_worker import Abort, Drain, Shutdown
+from tests.support import threads
 from tests.support.scale import patient
 from worker.audio.audio_job import AudioJob, AudioPiece
 from worker.audio.audio_loop import AudioLoop
@@ -47,8 +48,7 @@ class Harness:
 
     def stop(self) -> None:
         self.loop.inbox.put(Shutdown())
-        self._thread.join(patient(10))
-        assert not self._thread.is_alive()
+        threads.join(self._thread)
         assert not self.room._held, "samples of a job that has ended are still held"
 
     def _take(self, message: Up) -> None:

@@ -17,6 +17,7 @@ from protocol.from_worker import Delta, Finish, Rejected, Step, Up
 from protocol.prompts import TranscribePrompt
 from protocol.spec import WorkerSpec
 from protocol.to_worker import Abort, Drain, Generate, Sampling, Shutdown
+from tests.support import threads
 from tests.support.audio_models import build_moonshine, tone
 from tests.support.scale import patient
 from worker.audio.audio_intake import AudioIntake
@@ -314,8 +315,7 @@ def test_all_of_many_clips_are_heard_in_a_small_room(model: AudioModel) -> None:
         harness.ask(rid, tone(0.3 + rid % 4 * 0.3), tenant=str(rid % 3))
     ends = [harness.end(rid) for rid in range(1, 13)]
     harness.clips.put(Shutdown())
-    thread.join(patient(10))
-    assert not thread.is_alive()
+    threads.join(thread)
     assert {end.finish for end in ends if isinstance(end, Delta)} == {Finish.STOP}
     assert len([end for end in ends if isinstance(end, Delta)]) == 12
     assert harness.room.total == 0

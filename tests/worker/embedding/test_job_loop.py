@@ -16,6 +16,7 @@ from protocol.kinds import EMBED
 from protocol.model_info import EmbeddingInfo
 from protocol.spec import WorkerSpec
 from protocol.to_worker import BATCH_PRIORITY, Abort, Drain, SetMemory, Shutdown
+from tests.support import threads
 from tests.support.scale import patient
 from worker.embedding.job import EmbeddingInput, EmbeddingJob, Numbers
 from worker.embedding.job_loop import JobLoop, take_group
@@ -57,8 +58,7 @@ class Harness:
 
     def stop(self) -> None:
         self.loop.inbox.put(Shutdown())
-        self._thread.join(patient(10))
-        assert not self._thread.is_alive()
+        threads.join(self._thread)
 
     def _run(self) -> None:
         try:
