@@ -17,6 +17,7 @@ from benchmarks.traffic.records import Place, Point, Record
 from benchmarks.traffic.texts import Conversations, Words
 from gateway.ctl.bench.client import Target
 from gateway.ctl.bench.closed_loop import BenchLoad, BenchRequest
+from tests.support.scale import patient
 
 ROOM = 1 << 20
 TINY = models.Geometry(layers=2, hidden=32, ffn=64, heads=2, kv_heads=1, head_dim=16, vocab=700, tokenizer_vocab=600)
@@ -146,13 +147,15 @@ def test_the_bare_loop_gives_each_prompt_its_own_number_of_tokens_and_a_turn_fol
 
 
 def test_the_bare_loop_takes_a_prompt_when_it_is_due_and_stops_at_the_limit(folder: Path) -> None:
-    answer = served(folder, Order(["a b", "c d", "e f"], [4] * 3, concurrency=2, due_s=[0.0, 0.3, 60.0], limit_s=1.0))
+    limit_s = patient(1)
+    order = Order(["a b", "c d", "e f"], [4] * 3, concurrency=2, due_s=[0.0, 0.3, 1000 * limit_s], limit_s=limit_s)
+    answer = served(folder, order)
 
     assert answer.finished == [True, True, False]
     assert answer.inserted_s[1] == 0.3
     assert answer.token_s[1][0] > 0.3
     assert answer.token_s[2] == []
-    assert 1.0 <= answer.wall_s < 30.0
+    assert limit_s <= answer.wall_s < 1000 * limit_s
 
 
 @pytest.mark.anyio
@@ -178,7 +181,7 @@ async def test_clients_send_a_sessions_turns_in_order_and_keep_what_came_before_
     target = BenchLoad(Target("127.0.0.1", server.sockets[0].getsockname()[1]), "m")
     requests = [[BenchRequest(prompt, 1) for prompt in session] for session in (["a", "ab"], ["stuck", "after"])]
     async with server:
-        replies = await send(target, Load(requests, clients=1, due_s=[], limit_s=1.0))
+        replies = await send(target, Load(requests, clients=1, due_s=[], limit_s=patient(1)))
 
     assert seen == ["a", "ab", "stuck"]
     assert [bool(reply and reply.ok and reply.ended) for reply in replies] == [True, True, False, False]

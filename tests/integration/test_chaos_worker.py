@@ -23,17 +23,19 @@ from tests.support.scale import patient, scaled
 
 pytestmark = pytest.mark.anyio
 
-# Short enough for a test, in the proportions of the real ones.
-QUICK = WorkerLimits(
-    heartbeat_s=0.05,
-    pong_s=patient(0.5),
-    step_s=patient(0.4),
-    dump_s=0.05,
-    abort_s=0.3,
-    suspect_s=patient(0.3),
-    term_s=0.2,
-    grace_s=patient(0.5),
-)
+
+def quick() -> WorkerLimits:
+    """Limits that are short enough for a test, in the proportions of the real ones."""
+    return WorkerLimits(
+        heartbeat_s=0.05,
+        pong_s=patient(0.5),
+        step_s=patient(0.4),
+        dump_s=patient(0.05),
+        abort_s=patient(0.3),
+        suspect_s=patient(0.3),
+        term_s=patient(0.2),
+        grace_s=patient(0.5),
+    )
 
 
 @pytest.fixture
@@ -139,7 +141,7 @@ async def test_a_request_that_kills_workers_is_refused_and_the_others_complete(h
 
 @pytest.mark.parametrize("fault", [*scaled(["deaf"], []), "stuck"])
 async def test_a_hung_worker_is_ended_and_what_else_it_ran_goes_on(home: Path, fault: str) -> None:
-    async with Running(config(home), limits=QUICK) as running:
+    async with Running(config(home), limits=quick()) as running:
         innocent = running.generate(await running.ready(), max_tokens=50)
         begun = await innocent.read_deltas()
         deltas = await running.complete(text=fault, max_tokens=1000)
@@ -151,7 +153,7 @@ async def test_a_hung_worker_is_ended_and_what_else_it_ran_goes_on(home: Path, f
 
 async def test_a_hung_load_wakes_every_waiter_with_the_reason(home: Path) -> None:
     cold = config(home, load_timeout_s=0.5)
-    async with Running(cold, "--hang-on-load", limits=QUICK) as running:
+    async with Running(cold, "--hang-on-load", limits=quick()) as running:
         waits = await asyncio.gather(*(running.pool.ensure_ready("m") for _ in range(3)), return_exceptions=True)
         assert all(isinstance(wait, ModelUnavailable) for wait in waits)
         assert {wait.failure.code for wait in waits if isinstance(wait, ModelUnavailable)} == {Code.LOAD_TIMEOUT}
@@ -182,7 +184,7 @@ async def test_a_crash_loop_opens_the_breaker_and_others_do_not_notice(home: Pat
 
 
 async def test_stop_while_loading_ends_the_process_and_wakes_the_waiter(home: Path) -> None:
-    async with Running(config(home), "--load-s 60", limits=QUICK) as running:
+    async with Running(config(home), "--load-s 60", limits=quick()) as running:
         waiting = asyncio.create_task(running.pool.ensure_ready("m"))
         worker = running.pool.worker("m")
         await until(lambda: worker.state is State.LOADING)
@@ -245,7 +247,7 @@ async def test_messages_of_another_epoch_are_dropped_and_counted(home: Path) -> 
 
 
 async def test_a_worker_that_claims_another_epoch_is_never_ready(home: Path) -> None:
-    async with Running(config(home), "--epoch-offset 7", limits=QUICK) as running:
+    async with Running(config(home), "--epoch-offset 7", limits=quick()) as running:
         waiting = asyncio.create_task(running.pool.ensure_ready("m"))
         # Its Hello and its Ready.
         await until(lambda: running.events.stale >= 2)
@@ -265,7 +267,7 @@ async def test_a_second_worker_of_the_same_name_is_refused(home: Path) -> None:
 
 
 async def test_a_worker_of_another_protocol_is_marked_and_not_started_again(home: Path) -> None:
-    async with Running(config(home), "--major 99", limits=QUICK) as running:
+    async with Running(config(home), "--major 99", limits=quick()) as running:
         for _ in range(2):
             with pytest.raises(ModelUnavailable) as caught:
                 await running.pool.ensure_ready("m")
@@ -290,7 +292,7 @@ async def test_a_rejected_request_ends_with_its_failure(home: Path) -> None:
 
 
 async def test_an_aborted_request_is_forgotten_at_once_and_freed_in_the_worker(home: Path) -> None:
-    async with Running(config(home), limits=QUICK) as running:
+    async with Running(config(home), limits=quick()) as running:
         worker = await running.ready()
         stream = running.generate(worker, max_tokens=1_000_000)
         await stream.read_deltas()
@@ -329,7 +331,7 @@ async def test_stop_aborts_what_does_not_finish_in_time(home: Path) -> None:
 
 
 async def test_a_worker_that_ignores_every_request_to_leave_is_killed(home: Path) -> None:
-    async with Running(config(home), "--ignore-sigterm", limits=QUICK) as running:
+    async with Running(config(home), "--ignore-sigterm", limits=quick()) as running:
         await running.ready()
         running.note_pids()
         await running.pool.stop(0.1)

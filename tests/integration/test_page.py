@@ -72,6 +72,8 @@ def test_what_the_page_shows_is_what_mlxctl_shows_and_its_orders_are_carried_out
 
 
 def test_an_open_feed_ends_with_the_daemon_and_does_not_hold_it_up(home: Path) -> None:
+    # A request would be waited for much longer than the test waits for the daemon's end.
+    write_config(home, server='drain = "2h"')
     with DaemonProcess(home) as daemon:
         session, told = log_in(daemon), [""]
         is_open = threading.Event()
@@ -85,16 +87,12 @@ def test_an_open_feed_ends_with_the_daemon_and_does_not_hold_it_up(home: Path) -
         viewer = threading.Thread(target=view)
         viewer.start()
         assert is_open.wait(patient(20))
-        began = time.monotonic()
         daemon.process.terminate()
         assert daemon.wait() == 0
-        took_s = time.monotonic() - began
         viewer.join(patient(20))
 
     assert "event: snapshot" in told[0]
     assert told[0].endswith("event: end\ndata: {}\n\n")
-    # Less than what a stream that goes on would be given.
-    assert took_s < patient(5)
 
 
 def test_a_background_response_without_a_journal_is_failed_with_its_output_when_its_daemon_is_stopped(

@@ -219,7 +219,7 @@ def test_nohup_is_respected(home: Path) -> None:
         process.send_signal(signal.SIGHUP)
         # One that it heeds, after the one that it ignores.
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(patient(20)) == 0
         assert b"changed" not in log.read_bytes()
     finally:
         if process.poll() is None:

@@ -121,6 +121,8 @@ class EngineHarness:
         self.ended: list[int] = []  # rids, in the order of their terminal events
         self.drained: list[int] = []  # how many rows each drain aborted
         self.error: Exception | None = None
+        # Called in the engine's thread with each message, which is in `results` by then.
+        self.observe: Callable[[Up], None] = lambda _: None
         self._has_ended = False
         self._inbox = EngineInbox()
         self.changed = threading.Condition()
@@ -191,6 +193,7 @@ class EngineHarness:
                         result.steps.append((len(result.ids), result.text))
                 case _:
                     pass
+            self.observe(message)
             self.changed.notify_all()
 
     def _take(self, delta: Delta) -> None:

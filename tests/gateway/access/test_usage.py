@@ -16,6 +16,7 @@ from gateway.disk import Disk
 from gateway.state_dir.private_file import write_private
 from gateway.telemetry.metrics import Metrics
 from tests.gateway.harness import chat, running
+from tests.support.scale import patient
 
 
 def metrics_of(*names: str) -> Metrics:
@@ -94,7 +95,7 @@ async def test_a_write_that_is_under_way_at_the_end_never_lands_on_the_last_one(
     def write(path: Path, data: bytes, disk: Disk) -> None:
         if not begun.is_set():
             loop.call_soon_threadsafe(begun.set)
-            may_end.wait(10)
+            may_end.wait(patient(10))
         write_private(path, data, disk)
 
     monkeypatch.setattr(gateway.access.usage, "PERIOD_S", 0)

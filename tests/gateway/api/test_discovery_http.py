@@ -12,6 +12,7 @@ from gateway.access.key_file import KeyFile
 from gateway.config.settings import ModelConfig, ProfileConfig, SamplingDefaults, ServerConfig
 from tests.gateway.harness import Gateway, chat, running
 from tests.support.published import check_answer
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -67,7 +68,7 @@ async def test_a_card_tells_how_far_a_load_has_come_without_a_session(tmp_path: 
     async with running(tmp_path, ["--load-s", "30"], [ModelConfig(name="m", path="m")]) as gateway:
         (before,) = (await get(gateway, "/v1/models"))["data"]
         asking = asyncio.create_task(gateway.client.post("/v1/chat/completions", json=chat()))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(patient(60)):
             while (card := (await get(gateway, "/v1/models"))["data"][0])["state"] != "loading":
                 pass
         asking.cancel()

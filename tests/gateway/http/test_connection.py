@@ -441,7 +441,7 @@ async def test_a_client_that_leaves_with_another_request_behind_a_whole_answer_h
 @pytest.mark.parametrize("last", [b"", LAST], ids=["kept", "closing"])
 async def test_answers_that_are_never_read_end_with_the_write_timeout(tmp_path: Path, last: bytes) -> None:
     """More of them than the system's buffers hold."""
-    async with running(tmp_path, server=ServerConfig(write_timeout_s=0.2)) as gateway:
+    async with running(tmp_path, server=ServerConfig(write_timeout_s=patient(0.2))) as gateway:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(("127.0.0.1", gateway.port))

@@ -127,7 +127,7 @@ async def test_one_address_that_has_all_that_it_may_have_takes_nothing_from_anot
 
 
 async def test_a_client_that_takes_its_answer_very_slowly_gives_way(tmp_path: Path) -> None:
-    server = ServerConfig(max_connections=1, max_connections_per_address=1, write_timeout_s=1.0)
+    server = ServerConfig(max_connections=1, max_connections_per_address=1, write_timeout_s=patient(2))
     async with running(tmp_path, server=server) as gateway:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -35,13 +35,17 @@ class Client:
         self.reads = asyncio.Event()
         self.reads.set()
         self.messages: list[Message] = []
+        # Whether a `send` waits for the client to read.
+        self.is_awaited = False
 
     async def receive(self) -> Message:
         await self.left.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
+        self.is_awaited = not self.reads.is_set()
         await self.reads.wait()
+        self.is_awaited = False
         self.messages.append(message)
 
     @property
@@ -116,7 +120,8 @@ async def test_sends_that_go_on_are_never_cut_off() -> None:
 
 # -- a stream, from a real worker to a client that the test plays ----------------------------------------------------
 
-PACE = StreamTiming(hold_s=0.02, keepalive_s=0.01)
+# For tests that wait for the status line or for keep-alives.
+QUICK = StreamTiming(hold_s=0.02, keepalive_s=0.01)
 
 
 class Shortcut(DirectWriter):
@@ -142,9 +147,10 @@ async def respond(
     max_tokens: int = 3,
     outlet: DirectWriter | None = None,
     stream: type[ChatStream] = ChatStream,
-    pace: StreamTiming = PACE,
+    pace: StreamTiming | None = None,
 ) -> RequestRecord:
-    """Answer one request of the text prompt `said`."""
+    """Answer one request of the text prompt `said`; without `pace` a slow machine reaches no limit of the stream."""
+    pace = pace or StreamTiming(hold_s=patient(30), keepalive_s=patient(30))
     record = RequestRecord("id", "POST", "/v1/chat/completions", writer=outlet)
     encoder = stream(Heading("id", 0, "m", 1), False)
     generate = Generate(
@@ -172,9 +178,7 @@ async def test_the_first_event_carries_the_role_and_the_text_in_one_write(tmp_pa
     async with running(tmp_path, worker="talkative") as gateway:
         await warm(gateway)
         client = Client()
-        # A busy machine may take longer than the usual pace waits for the first event.
-        pace = StreamTiming(hold_s=patient(30), keepalive_s=patient(30))
-        await respond(gateway, client, script(["text", "hi"], ["wait"], ["finish", "stop"]), pace=pace)
+        await respond(gateway, client, script(["text", "hi"], ["wait"], ["finish", "stop"]))
 
         assert client.messages[0]["type"] == "http.response.start"
         assert client.messages[1]["body"].count(b"data: ") >= 2
@@ -184,7 +188,7 @@ async def test_the_first_event_carries_the_role_and_the_text_in_one_write(tmp_pa
 
 
 async def test_tokens_take_the_short_way_and_a_client_that_pauses_still_has_each_once(tmp_path: Path) -> None:
-    said = [event for index in range(30) for event in (["text", f"{index} "], ["wait"])]
+    said = [event for index in range(60) for event in (["text", f"{index} "], ["wait"])]
     async with running(tmp_path, worker="talkative") as gateway:
         await warm(gateway)
         client = Client()
@@ -193,12 +197,12 @@ async def test_tokens_take_the_short_way_and_a_client_that_pauses_still_has_each
         for count in (4, 8, 12):
             await until(lambda count=count: outlet.written >= count)
             client.reads.clear()
-            await asyncio.sleep(0.1)
+            await until(lambda: client.is_awaited)
             client.reads.set()
         await task
 
         texts = "".join(str(text) for text in contents(client)[:-2])
-        assert texts.split() == [str(index) for index in range(30)]
+        assert texts.split() == [str(index) for index in range(60)]
         assert contents(client)[-2:] == [None, "[DONE]"]
         # Nothing but the beginning, the end and what came in a pause went the long way.
         assert 12 <= outlet.written <= len(client.messages) - 6
@@ -219,8 +223,14 @@ async def test_progress_on_the_prompt_keeps_the_client_waiting(tmp_path: Path) -
     async with running(tmp_path, worker="talkative") as gateway:
         await warm(gateway)
         client = Client()
-        works = [["progress"], ["wait"]] * 4
-        await respond(gateway, client, script(*works, ["text", "x"], ["finish", "stop"]))
+        steps = [tmp_path / name for name in "abcd"]
+        works = [event for step in steps for event in (["progress"], ["hold", str(step)])]
+        said = script(*works, ["text", "x"], ["finish", "stop"])
+        task = asyncio.create_task(respond(gateway, client, said, pace=QUICK))
+        for count, step in enumerate(steps, 1):
+            await until(lambda count=count: len(contents(client)) >= count)
+            step.touch()
+        await task
 
         # The role, keep-alives while it worked, then the text.
         assert contents(client)[:3] == ["", "", ""]
@@ -231,7 +241,7 @@ async def test_a_worker_that_shows_no_life_is_not_kept_alive(tmp_path: Path) -> 
     async with running(tmp_path, worker="talkative") as gateway:
         await warm(gateway)
         client = Client()
-        task = asyncio.create_task(respond(gateway, client, "ignored"))
+        task = asyncio.create_task(respond(gateway, client, "ignored", pace=QUICK))
         await until(lambda: len(client.messages) >= 2)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
@@ -248,8 +258,8 @@ async def test_steps_for_others_keep_a_client_waiting_whose_turn_has_not_come(tm
     async with running(tmp_path, ["--step-ms", "5"], worker="talkative") as gateway:
         await warm(gateway)
         waiting, busy = Client(), Client()
-        others = asyncio.create_task(respond(gateway, busy, "talk", max_tokens=2000))
-        task = asyncio.create_task(respond(gateway, waiting, "ignored"))
+        others = asyncio.create_task(respond(gateway, busy, "talk", max_tokens=1_000_000))
+        task = asyncio.create_task(respond(gateway, waiting, "ignored", pace=QUICK))
         await until(lambda: len(contents(waiting)) > 5)
         busy.left.set()
         await others
@@ -260,9 +270,9 @@ async def test_steps_for_others_keep_a_client_waiting_whose_turn_has_not_come(tm
 
 
 async def test_a_loading_model_keeps_the_client_waiting(tmp_path: Path) -> None:
-    async with running(tmp_path, ["--load-s", "0.3"], worker="talkative") as gateway:
+    async with running(tmp_path, ["--load-s", str(patient(0.3))], worker="talkative") as gateway:
         client = Client()
-        await respond(gateway, client, script(["text", "x"], ["finish", "stop"]))
+        await respond(gateway, client, script(["text", "x"], ["finish", "stop"]), pace=QUICK)
 
         assert contents(client)[:4] == ["", "", "", ""]
         assert contents(client)[-3:] == ["x", None, "[DONE]"]
@@ -271,7 +281,7 @@ async def test_a_loading_model_keeps_the_client_waiting(tmp_path: Path) -> None:
 async def test_a_load_that_fails_late_is_an_event_and_has_no_end_mark(tmp_path: Path) -> None:
     async with running(tmp_path, ["--exit-on-load", "66", "--goodbye-code", "20"], worker="talkative") as gateway:
         client = Client()
-        record = await respond(gateway, client, "anything")
+        record = await respond(gateway, client, "anything", pace=QUICK)
 
         assert "[DONE]" not in client.text
         assert events(client.text)[-1]["error"]["code"] == "model_missing"
@@ -282,8 +292,12 @@ async def test_a_load_that_fails_late_is_an_event_and_has_no_end_mark(tmp_path: 
 async def test_text_before_a_failure_is_delivered_before_the_error(tmp_path: Path) -> None:
     async with running(tmp_path, worker="talkative") as gateway:
         await warm(gateway)
-        client = Client()
-        await respond(gateway, client, script(["text", "a"], ["wait"], ["text", "b"], ["finish", "abort"]))
+        client, is_read = Client(), tmp_path / "read"
+        said = script(["text", "a"], ["hold", str(is_read)], ["text", "b"], ["finish", "abort"])
+        task = asyncio.create_task(respond(gateway, client, said))
+        await until(lambda: "a" in contents(client))
+        is_read.touch()
+        await task
 
         told = events(client.text)
         text = "".join(event["choices"][0]["delta"]["content"] for event in told[:-1])
@@ -300,11 +314,13 @@ async def test_a_fault_after_the_first_byte_is_an_error_event_and_no_end(tmp_pat
 
     async with running(tmp_path, worker="talkative") as gateway:
         await warm(gateway)
-        client = Client()
+        client, is_read = Client(), tmp_path / "read"
+        said = script(["text", "a"], ["hold", str(is_read)], ["text", "b"], ["finish", "stop"])
+        task = asyncio.create_task(respond(gateway, client, said, stream=Faulty))
+        await until(lambda: "a" in contents(client))
+        is_read.touch()
         with pytest.raises(ZeroDivisionError):
-            await respond(
-                gateway, client, script(["text", "a"], ["wait"], ["text", "b"], ["finish", "stop"]), stream=Faulty
-            )
+            await task
 
         assert "[DONE]" not in client.text
         assert events(client.text)[-1]["error"]["code"] == "internal"

@@ -142,7 +142,7 @@ async def test_a_client_that_leaves_its_stream_frees_its_place_and_nothing_is_lo
 
 @pytest.mark.parametrize("last", [b"", CLOSING], ids=["kept", "closing"])
 async def test_a_client_that_takes_nothing_is_cut_off_over_tls(authority: Authority, last: bytes) -> None:
-    async with secured(authority, write_timeout_s=0.5) as gateway:
+    async with secured(authority, write_timeout_s=patient(0.5)) as gateway:
         raw = socket.socket()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.setblocking(False)

@@ -8,6 +8,7 @@ import pytest
 
 from gateway.config.settings import ServerConfig
 from tests.gateway.harness import Gateway, chat, events, running, until
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -48,7 +49,8 @@ async def test_a_deadline_ends_the_wait_for_a_model_that_loads(
 
 async def test_a_stream_whose_deadline_passes_while_it_is_kept_alive_ends_with_an_error_event(tmp_path: Path) -> None:
     async with running(tmp_path, ["--hang-on-load"]) as gateway:
-        answer = await gateway.client.post(CHAT, json=chat(stream=True, timeout=1.3))
+        # A stream is begun after a second without an event.
+        answer = await gateway.client.post(CHAT, json=chat(stream=True, timeout=1 + patient(0.5)))
 
         assert answer.status_code == 200
         assert events(answer.text)[-1]["error"]["code"] == "deadline_exceeded"
@@ -71,7 +73,8 @@ async def test_a_worker_that_does_not_keep_a_deadline_is_not_waited_for(tmp_path
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
         await is_free(gateway)
 
-        answer = await gateway.client.post(CHAT, json=chat(max_tokens=ENDLESS, timeout=0.1, stream=True, n=2))
+        endless = chat(max_tokens=ENDLESS, timeout=patient(0.5), stream=True, n=2)
+        answer = await gateway.client.post(CHAT, json=endless)
         *said, end = events(answer.text)
         assert "t0 t1 " in "".join(one["choices"][0]["delta"].get("content") or "" for one in said)
         assert end["error"]["code"] == "deadline_exceeded"

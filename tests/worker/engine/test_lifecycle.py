@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from protocol.failures import Code
-from protocol.from_worker import Finish
+from protocol.from_worker import Finish, Progress, Up
 from protocol.prompts import ChatPrompt, TextPrompt, TokensPrompt
 from protocol.to_worker import Abort, Drain, Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
@@ -123,12 +123,17 @@ def test_an_abort_while_decoding_ends_the_row_and_keeps_what_it_said(engine: Eng
     assert result.usage.completion >= len(result.ids) > 0
 
 
-def test_an_abort_while_prefilling_ends_the_row_before_the_prompt_is_done(engine: EngineHarness) -> None:
+def test_an_abort_while_prefilling_ends_the_row_before_the_prompt_is_done(
+    engine: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = endless(prompt_tokens=3000, want_progress=True)
-    result = engine.submit(request)
-    engine.wait(lambda: len(result.progress) >= 2, "two chunks")
-    abort(engine, request.rid)
-    ended(engine, result)
+
+    def abort_at_second_chunk(message: Up) -> None:
+        if isinstance(message, Progress) and len(engine.results[request.rid].progress) == 2:
+            abort(engine, request.rid)
+
+    monkeypatch.setattr(engine, "observe", abort_at_second_chunk)
+    result = ended(engine, engine.submit(request))
     assert result.finish is Finish.ABORT
     assert result.progress[-1][0] < 3000
     assert result.ids == []

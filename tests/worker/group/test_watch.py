@@ -17,7 +17,7 @@ from tests.support.scale import patient
 from worker.group.rank_sockets import RankSockets
 from worker.group.watch import LeadWatch, RankProgress
 
-STEP_S = 0.5
+STEP_S = patient(0.25)
 
 
 class Watched:

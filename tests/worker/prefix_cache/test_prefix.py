@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.caches import KINDS, contents, filled, layout
 from tests.support.prefix_checks import check_cache
-from tests.support.scale import scaled
+from tests.support.scale import patient, scaled
 from worker.prefix_cache.prefix import PrefixCache
 from worker.prefix_cache.radix_tree import Tokens, common_prefix
 
@@ -235,7 +235,7 @@ def test_a_look_up_is_linear_in_the_prompt() -> None:
     diverging = ids([*prompt[:50_050], *(5000 + token for token in prompt[50_050:])])
     started = time.monotonic()
     assert cache.longest(diverging) == 50_050
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < patient(5)
 
 
 @given(left=prompts, right=prompts)

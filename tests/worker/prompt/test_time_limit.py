@@ -14,6 +14,7 @@ from protocol.prompts import ChatPrompt
 from protocol.to_worker import Generate, Sampling, Tokenize
 from tests.support.engine import spec
 from tests.support.models import TEMPLATE
+from tests.support.scale import patient
 from worker.errors import RequestInvalid
 from worker.model.loader import load
 from worker.prompt import templates
@@ -45,12 +46,13 @@ def test_a_template_that_loops_refuses_its_request_and_goes_on_with_the_next(
     shutil.copytree(model_folder("qwen3"), folder)
     (folder / "chat_template.jinja").write_text(f"{{% if messages | length == {MANY} %}}{loop}{{% endif %}}{TEMPLATE}")
     intake = Intake(load(spec(folder), lambda *_: None))
-    monkeypatch.setattr(templates, "RENDERING", TimeLimit(0.2))
+    limit_s = patient(0.2)
+    monkeypatch.setattr(templates, "RENDERING", TimeLimit(limit_s))
 
     with pytest.raises(RequestInvalid) as caught:
         intake.row(Generate(1, chat(MANY), Sampling()), time.monotonic())
     assert (caught.value.failure.code, caught.value.failure.param) == (Code.TEMPLATE_ERROR, "messages")
-    assert "more than 0.2 seconds" in caught.value.failure.message
+    assert f"more than {limit_s:g} seconds" in caught.value.failure.message
     assert "their request is refused" in caplog.text
     with pytest.raises(RequestInvalid, match="seconds"):
         intake.tokenize(Tokenize(2, chat(MANY)), lambda: True)

@@ -16,6 +16,7 @@ from protocol import codec
 from protocol.failures import Code
 from protocol.from_worker import Rejected
 from protocol.to_worker import Constraint, ConstraintKind
+from tests.support.scale import patient
 from worker.errors import RequestInvalid
 from worker.structured import compiler as grammars
 from worker.structured.compiler import GrammarFailed, Grammars, GrammarWalk
@@ -55,7 +56,7 @@ def test_threads_that_ask_at_once_share_one_compilation(tokenizer: Any) -> None:
     grammars_seen: list[object] = []
 
     def ask() -> None:
-        gate.wait(10)
+        gate.wait(patient(10))
         grammars_seen.append(compiler.compile(regex("(foo|bar){3}")))
 
     threads = [threading.Thread(target=ask) for _ in range(6)]

@@ -17,7 +17,7 @@ from protocol.prompts import ChatPrompt, TokensPrompt
 from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import ARCHITECTURES, TEMPLATE, Breakable, build
-from tests.support.scale import scaled
+from tests.support.scale import patient, scaled
 from tests.support.sequences import sequence_of
 from worker.engine import batch
 from worker.structured import masks as constrain
@@ -158,7 +158,7 @@ def test_a_slow_grammar_does_not_hold_up_the_other_rows(model_folder: Callable[[
         relaxed = ()
 
         def walk(self) -> Any:
-            release.wait(60)
+            release.wait(patient(60))
             raise RuntimeError("released")
 
     with EngineHarness(spec(model_folder("qwen3"))) as engine:

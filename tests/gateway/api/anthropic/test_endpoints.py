@@ -19,6 +19,7 @@ from protocol.prompts import ChatPrompt
 from protocol.to_worker import Generate, Sampling
 from tests.gateway.harness import Gateway, running
 from tests.support.daemon import DEADLINE_S, DaemonProcess
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -195,7 +196,7 @@ async def test_an_error_after_the_first_byte_is_an_event(gateway: Gateway) -> No
 
 async def test_a_cold_stream_starts_before_the_model_is_loaded(tmp_path: Path) -> None:
     async with (
-        running(tmp_path, ["--load-s", "2.5"]) as gateway,
+        running(tmp_path, ["--load-s", str(1 + patient(1.5))]) as gateway,
         gateway.client.stream("POST", PATH, json=message(stream=True)) as answer,
     ):
         lines = answer.aiter_lines()

@@ -272,7 +272,7 @@ async def test_a_client_that_never_reads_is_cut_off(tmp_path: Path) -> None:
 
 async def test_a_cold_stream_hears_of_us_before_the_model_is_loaded(tmp_path: Path) -> None:
     async with (
-        running(tmp_path, ["--load-s", "2.5"]) as gateway,
+        running(tmp_path, ["--load-s", str(1 + patient(1.5))]) as gateway,
         gateway.client.stream("POST", PATH, json=chat(stream=True)) as answer,
     ):
         assert answer.status_code == 200

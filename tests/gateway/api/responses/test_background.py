@@ -18,6 +18,7 @@ from gateway.api.responses import background
 from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.request.generation import Generation
 from tests.gateway.harness import Gateway, running, until
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -68,7 +69,7 @@ def contents(database: Path) -> bytes:
 
 
 async def ended(gateway: Gateway, response_id: str, headers: dict[str, str] | None = None) -> Any:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(patient(60)):
         while True:
             found = (await gateway.client.get(f"{PATH}/{response_id}", headers=headers)).json()
             if found["status"] not in ("queued", "in_progress"):
@@ -84,7 +85,7 @@ async def test_a_response_is_polled_until_it_has_ended(client: openai.AsyncOpenA
     assert made.background is True
 
     statuses, found = [made.status], made
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(patient(60)):
         while statuses[-1] in ("queued", "in_progress"):
             found = await client.responses.retrieve(made.id)
             statuses.append(found.status or "")
@@ -116,7 +117,7 @@ async def test_it_is_cancelled_by_another_client_with_what_there_is(
     gateway: Gateway, client: openai.AsyncOpenAI
 ) -> None:
     made = await client.responses.create(model="m", input="hi", max_output_tokens=5000, background=True)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(patient(60)):
         while not (await client.responses.retrieve(made.id)).output_text:
             pass
 

@@ -22,6 +22,7 @@ from gateway.disk import Disk
 from gateway.errors import Unavailable
 from protocol.from_worker import Delta, Finish, Usage
 from tests.gateway.harness import running
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -110,7 +111,7 @@ async def test_an_id_is_sent_once_the_next_daemon_knows_it(tmp_path: Path, monke
 
     def open_late(disk: Disk, path: Path, flags: int) -> int:
         if path.suffix == ".journal":
-            may_create.wait(20)
+            may_create.wait(patient(20))
         return open_now(disk, path, flags)
 
     monkeypatch.setattr(Disk, "open", open_late)

@@ -47,6 +47,7 @@ from protocol.prompts import ChatPrompt, Media, TextPrompt
 from protocol.to_worker import Generate, Sampling
 from tests.gateway.harness import Gateway, running, until
 from tests.gateway.web.visitors import log_in
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -127,7 +128,7 @@ async def heard(
 
 
 async def ended(gateway: Gateway, response_id: str, headers: dict[str, str] | None = None) -> Any:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(patient(60)):
         while True:
             found = (await gateway.client.get(f"{PATH}/{response_id}", headers=headers)).json()
             if found["status"] not in ("queued", "in_progress"):
@@ -368,7 +369,7 @@ async def test_a_disk_that_hangs_holds_up_events_for_a_moment_only(
     write = Disk.write_all
 
     def hang(disk: Disk, file: int, data: bytes) -> None:
-        release.wait(60)
+        release.wait(patient(60))
         write(disk, file, data)
 
     monkeypatch.setattr(journals, "WRITE_TIMEOUT_S", 0.1)

@@ -14,6 +14,7 @@ import pytest
 from gateway.api.responses.response_database import StoredTooLarge
 from gateway.api.responses.store import PENDING_BYTES_MAX, Store, StoreBroken, StoredResponse
 from gateway.wall_clock import JUMP_S, TRUST_S, WallClock
+from tests.support.scale import patient
 
 
 class Clock:
@@ -327,7 +328,7 @@ def test_what_the_disk_does_not_keep_up_with_is_dropped_and_counted(path: Path, 
     is_held = threading.Event()
 
     def slow() -> StoredResponse:
-        is_held.wait(60)
+        is_held.wait(patient(60))
         return stored("a")
 
     store.keep(PENDING_BYTES_MAX, slow)
@@ -380,7 +381,7 @@ def test_a_call_of_a_client_that_left_while_it_waited_takes_no_room(
         is_free = threading.Event()
 
         def late() -> StoredResponse:
-            assert is_free.wait(60)
+            assert is_free.wait(patient(60))
             return stored("late")
 
         store.keep(2, late)

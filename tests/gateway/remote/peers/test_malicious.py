@@ -35,6 +35,7 @@ from protocol.to_worker import Generate, Sampling, Tokenize
 from tests.gateway.harness import Gateway, chat, until
 from tests.gateway.remote.peers.scripted import MODEL, Scripted, answer, beside
 from tests.support.pool import tokens
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -322,8 +323,8 @@ async def test_a_peer_that_names_a_model_and_does_not_have_it_costs_no_request(t
 
 async def drains_at_once(gateway: Gateway) -> bool:
     """Whether nothing is counted as running at peers any more."""
-    async with asyncio.timeout(20):
-        await gateway.app.services.fleet.drain(60)
+    async with asyncio.timeout(patient(20)):
+        await gateway.app.services.fleet.drain(patient(60))
     return True
 
 

@@ -90,7 +90,7 @@ def test_a_step_of_the_clock_changes_neither_who_a_worker_is_nor_that_it_can_be_
     (survivor,) = Registry(tmp_path).survivors()
     AdoptedProcess(survivor.process, lambda: None).signal(signal.SIGTERM)
 
-    assert process.wait(10) == -signal.SIGTERM
+    assert process.wait(patient(10)) == -signal.SIGTERM
 
 
 def test_another_process_under_a_used_pid_is_not_a_worker_and_is_left_alone(
@@ -153,7 +153,7 @@ def test_a_worker_whose_specification_is_not_understood_is_still_known_by_its_pr
     assert problem in survivor.problem
     assert registry.next_epoch() == 5
     AdoptedProcess(survivor.process, lambda: None).signal(signal.SIGTERM)
-    assert process.wait(10) == -signal.SIGTERM
+    assert process.wait(patient(10)) == -signal.SIGTERM
 
 
 def test_the_version_before_reads_a_state_file_of_this_one(tmp_path: Path, process: subprocess.Popen[bytes]) -> None:

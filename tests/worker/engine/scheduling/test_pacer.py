@@ -60,10 +60,10 @@ def test_the_time_of_a_rest_is_no_time_of_a_step(settings: WorkerSpec) -> None:
 
         pacer.observe = observed  # type: ignore[method-assign]
         (full,) = engine.run([Generate(1, prompt(8), GREEDY, max_tokens=40)])
-        usual = sorted(seen)[len(seen) // 2]
         seen.clear()
         engine.command(SetPace(0.05))
         (rested,) = engine.run([Generate(2, prompt(8), GREEDY, max_tokens=40)])
         assert rested.ids == full.ids
-        assert sorted(seen)[len(seen) // 2] < 10 * usual, "a rest is nineteen times as long as the work before it"
+        # A rest is nineteen times as long as the work before it, however fast the machine is.
+        assert 0.0 < sum(seen) < pacer.rested_s
         engine.command(SetPace())
