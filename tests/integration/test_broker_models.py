@@ -6,6 +6,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +18,7 @@ from gateway.link.collector import Collector
 from gateway.workers.supervisor.limits import WorkerLimits
 from gateway.workers.supervisor.spawn import default_command
 from protocol.from_worker import Delta
+from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess
 from tests.support.pool import Running, config, short_home
 from tests.support.scale import patient
@@ -239,12 +241,14 @@ def test_a_model_that_can_never_fit_is_refused_in_each_dialect_with_numbers(home
 def test_who_waits_too_long_for_memory_is_told_so_and_what_made_room_goes_on(home: Path) -> None:
     # Each has its share, so that no worker is started again for holding more.
     (home / "mlxd.toml").write_text(
-        f'[server]\nport = 0\nqueue_timeout = "{patient(1):.1f}s"\n[memory]\nbudget = "400MiB"\nmin_residency = 0\n'
+        '[server]\nport = 0\nqueue_timeout = "1s"\n[memory]\nbudget = "400MiB"\nmin_residency = 0\n'
         + "".join(f'[models.{name}]\npath = "demo"\nmemory = "300MiB"\n' for name in "ab")
     )
-    body = {"model": "a", "prompt": "hi", "max_tokens": 2000, "stream": True}
-    with Daemon(home) as daemon, daemon.client.stream("POST", "/v1/completions", json=body) as stream:
-        lines = stream.iter_lines()
+    # Longer than the other one waits, on any machine.
+    body = {"model": "a", "prompt": "hi", "max_tokens": 20_000, "ignore_eos": True, "stream": True}
+    with Daemon(home) as daemon, ExitStack() as stack:
+        assert ctl(home, "load", "a").returncode == 0
+        lines = stack.enter_context(daemon.client.stream("POST", "/v1/completions", json=body)).iter_lines()
         next(lines)
         late = daemon.complete(model="b")
         assert late.status_code == 503
@@ -258,16 +262,17 @@ def test_who_waits_too_long_for_memory_is_told_so_and_what_made_room_goes_on(hom
 
 
 def test_a_worker_of_an_earlier_gateway_keeps_its_share_and_can_be_sent_away(home: Path) -> None:
+    # Each has its share, so that no worker is stopped for holding more.
     (home / "mlxd.toml").write_text(
-        '[server]\nport = 0\n[memory]\nbudget = "100MiB"\nmin_residency = 0\n'
-        + "".join(f'[models.{name}]\npath = "demo"\nmemory = "64MiB"\n' for name in "ab")
+        '[server]\nport = 0\n[memory]\nbudget = "400MiB"\nmin_residency = 0\n'
+        + "".join(f'[models.{name}]\npath = "demo"\nmemory = "300MiB"\n' for name in "ab")
     )
     with Daemon(home) as first:
         assert first.complete(model="a").status_code == 200
         pid = first.model("a")["pid"]
         first.kill()
         with Daemon(home) as second:
-            assert second.status()["memory"]["granted_bytes"] == 64 * MIB
+            assert second.status()["memory"]["granted_bytes"] == 300 * MIB
             assert second.complete(model="a").status_code == 200
             assert second.model("a")["pid"] == pid
             assert second.complete(model="b").status_code == 200
