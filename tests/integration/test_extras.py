@@ -1,7 +1,7 @@
 """What answers have in addition where a request asks for it, on the embedded model, read with the vendors' SDKs."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anthropic
@@ -86,9 +86,13 @@ Turn = Callable[..., Message]
 
 
 @pytest.fixture
-def turn(demo_daemon: DaemonProcess) -> Turn:
-    client = anthropic.Anthropic(base_url=demo_daemon.url, api_key="none", max_retries=0)
+def client(demo_daemon: DaemonProcess) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=demo_daemon.url, api_key="none", max_retries=0) as client:
+        yield client
 
+
+@pytest.fixture
+def turn(client: anthropic.Anthropic) -> Turn:
     def ask(system: str = SYSTEM, messages: Any = None, **fields: Any) -> Message:
         asked: Any = messages or [{"role": "user", "content": ASK}]
         return client.messages.create(model="demo", max_tokens=4, system=system, messages=asked, **fields)
@@ -143,9 +147,8 @@ def test_anthropic_s_diagnostics_of_an_unknown_message_say_so(turn: Turn) -> Non
     assert found.type == "previous_message_not_found"
 
 
-def test_a_stream_begins_with_the_diagnostics(turn: Turn, demo_daemon: DaemonProcess) -> None:
+def test_a_stream_begins_with_the_diagnostics(turn: Turn, client: anthropic.Anthropic) -> None:
     first = turn()
-    client = anthropic.Anthropic(base_url=demo_daemon.url, api_key="none", max_retries=0)
     with client.messages.stream(
         model="demo",
         max_tokens=4,
@@ -160,8 +163,9 @@ def test_a_stream_begins_with_the_diagnostics(turn: Turn, demo_daemon: DaemonPro
 
 
 def respond(demo_daemon: DaemonProcess, instructions: str, **options: Any) -> Response:
-    client = openai.OpenAI(base_url=f"{demo_daemon.url}/v1", api_key="none", max_retries=0)
-    return client.responses.create(model="demo", instructions=instructions, input=ASK, max_output_tokens=4, **options)
+    body: Any = {"model": "demo", "instructions": instructions, "input": ASK, "max_output_tokens": 4}
+    with openai.OpenAI(base_url=f"{demo_daemon.url}/v1", api_key="none", max_retries=0) as client:
+        return client.responses.create(**body, **options)
 
 
 def test_openai_s_comparison_names_what_has_changed(demo_daemon: DaemonProcess) -> None:
