@@ -16,6 +16,7 @@ from protocol.kinds import ENCODERS
 from worker.embedding.encoder_files import classifier_of, renamed, shape_of
 from worker.embedding.encoder_models import EncoderModel, EncoderShape, attention_mask
 from worker.errors import LoadFailed
+from worker.model.rope_check import check_rope
 
 _GEMMA: Final = "gemma3_text"
 _WEIGHTS: Final = "model*.safetensors"
@@ -89,6 +90,7 @@ def load_backbone(
     module, _ = load_model(
         path, lazy=True, model_config=config, get_model_classes=_decoder_classes, trust_remote_code=trust_code
     )
+    check_rope(module, config)
     core: Any = getattr(module, "model", None)
     if core is None or not callable(core) or not hasattr(core, "embed_tokens"):
         raise LoadFailed(Code.MODEL_UNSUPPORTED, f"a {config['model_type']} shows no hidden states")

@@ -20,9 +20,18 @@ from worker.embedding.job import EmbeddingInput, Numbers
 from worker.embedding.pooling import PoolingHead
 from worker.embedding.sentence_files import Steps, read_steps
 from worker.errors import LoadFailed, foreign_code
-from worker.model.loader import cast, check_weights, explain, nbytes, read_config, read_json, resolve, vocab_size_of
+from worker.model.loader import (
+    cast,
+    check_weights,
+    explain,
+    folded_config,
+    nbytes,
+    read_config,
+    read_json,
+    resolve,
+    vocab_size_of,
+)
 from worker.model.memory import has_gpu
-from worker.vision.checkpoint import Contradiction, fold
 
 # Encoders up to this size are computed in float32 even on a GPU, because float16 would halve their precision.
 _MAX_FLOAT32_BYTES: Final = 1 << 30
@@ -113,10 +122,7 @@ def _folded(folder: Path) -> dict[str, Any]:
     config = read_config(folder)
     if has_media(config):
         raise LoadFailed(Code.MODEL_UNSUPPORTED, "embeddings and scores of a model of images and text are not served")
-    try:
-        return fold(config)
-    except Contradiction as error:
-        raise LoadFailed(Code.MODEL_CORRUPT, str(error)) from error
+    return folded_config(config)
 
 
 def _dtype(configured: str, is_encoder: bool, total: int) -> str:

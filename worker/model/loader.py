@@ -3,7 +3,7 @@
 import json
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +23,7 @@ from mlx_lm.utils import load_model, load_tokenizer
 from protocol.checkpoint import CONTEXT_KEYS, context_of, has_media
 from protocol.experts import has_index, read_index
 from protocol.failures import Code
+from protocol.rope import Contradiction
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
 from worker.errors import LoadFailed, foreign_code, is_allocation_failure
@@ -32,9 +33,10 @@ from worker.model.division import Division
 from worker.model.experts.expert_cache import attach as attach_experts
 from worker.model.experts.gathered_rows import experts_per_token, pass_tokens
 from worker.model.linears import Linears
+from worker.model.rope_check import check_rope
 from worker.speculation.drafter import Proposer
 from worker.vision.attach import Vision, attach
-from worker.vision.checkpoint import fold
+from worker.vision.checkpoint import config_changes, fold, text_config
 from worker.vision.needs import UnsupportedVision
 from worker.vision.text_model import load_text_model
 
@@ -114,6 +116,7 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
         if division is not None and spec.experts == "disk":
             raise LoadFailed(Code.BAD_CONFIG, "a model of a group has its experts in memory, not on disk")
         model, config, experts = _load_text(path, config, spec)
+        check_rope(model, text_config(config))
         tables = _table_rows(model)
         if division is not None:
             division.take(model, config)
@@ -158,15 +161,16 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
 def _load_text(path: Path, config: dict[str, Any], spec: WorkerSpec) -> tuple[Any, dict[str, Any], Stats | None]:
     """Load the text model with its configuration, and the statistics of its experts on disk if it has any."""
     if spec.experts == "disk":
-        return _load_without_experts(path, spec)
+        return _load_without_experts(path, config, spec)
     if has_index(path):
         raise LoadFailed(Code.BAD_CONFIG, f'the experts of {path} are on disk: serve it with experts = "disk"')
-    if not has_media(config):
-        return *load_model(path, lazy=True, trust_remote_code=spec.trust_remote_code), None
-    return *load_text_model(path, config, fold(config), spec.trust_remote_code), None
+    if has_media(config):
+        return *load_text_model(path, config, folded_config(config), spec.trust_remote_code), None
+    changes = config_changes(config, folded_config(config))
+    return *load_model(path, lazy=True, model_config=changes, trust_remote_code=spec.trust_remote_code), None
 
 
-def _load_without_experts(path: Path, spec: WorkerSpec) -> tuple[Any, dict[str, Any], Stats]:
+def _load_without_experts(path: Path, config: dict[str, Any], spec: WorkerSpec) -> tuple[Any, dict[str, Any], Stats]:
     """Load a repacked model without its experts, which are read when they are chosen."""
     if not has_index(path):
         raise LoadFailed(
@@ -174,7 +178,10 @@ def _load_without_experts(path: Path, spec: WorkerSpec) -> tuple[Any, dict[str, 
         )
     try:
         index = read_index(path)
-        model, config = load_model(path, lazy=True, strict=False, trust_remote_code=spec.trust_remote_code)
+        changes = config_changes(config, folded_config(config))
+        model, config = load_model(
+            path, lazy=True, strict=False, model_config=changes, trust_remote_code=spec.trust_remote_code
+        )
         _check_names(path, model, [layer.path for layer in index.layers])
         return model, config, attach_experts(model, path, index, spec.expert_cache_bytes)
     except (ValueError, OSError) as error:
@@ -192,6 +199,14 @@ def _check_names(path: Path, model: Any, layers: Sequence[str]) -> None:
     missing = [name for name, _ in parameters if name not in held and not name.startswith(prefixes)]
     if missing:
         raise ValueError(f"its files lack {len(missing)} tensors, such as {missing[0]}")
+
+
+def folded_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration as the classes of MLX's libraries read it. Raises `LoadFailed`."""
+    try:
+        return fold(config)
+    except Contradiction as error:
+        raise LoadFailed(Code.MODEL_CORRUPT, str(error)) from error
 
 
 def _load_vision(path: Path, config: dict[str, Any], model: Any, spec: WorkerSpec) -> tuple[Vision | None, str]:

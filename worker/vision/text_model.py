@@ -9,7 +9,7 @@ from typing import Any, Final
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model  # pyright: ignore[reportPrivateUsage]  # as load_model itself does
 
-from worker.vision.checkpoint import known_weights, text_names
+from worker.vision.checkpoint import config_changes, known_weights, text_names
 
 # Text model types that can be wrapped by each of these mlx-lm classes. The classes themselves accept any checkpoint
 # with their model type.
@@ -20,8 +20,8 @@ def load_text_model(
     path: Path, config: Mapping[str, Any], folded: dict[str, Any], trust_code: bool
 ) -> tuple[Any, dict[str, Any]]:
     """Load lazily like mlx-lm's `load_model`, without the weights of towers and unknown weights."""
-    changed = {key: value for key, value in folded.items() if config.get(key) != value}
-    return load_model(path, lazy=True, model_config=changed, get_model_classes=_classes, trust_remote_code=trust_code)
+    changes = config_changes(config, folded)
+    return load_model(path, lazy=True, model_config=changes, get_model_classes=_classes, trust_remote_code=trust_code)
 
 
 def _classes(config: dict[str, Any]) -> tuple[type[Any], Any]:

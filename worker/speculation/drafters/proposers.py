@@ -13,7 +13,7 @@ from worker.kv import batched
 from worker.kv.kv import leaves
 from worker.kv.quantized import make_caches
 from worker.model.batch_mode import BatchMode
-from worker.model.loader import LoadedModel, read_json
+from worker.model.loader import LoadedModel, folded_config, read_json
 from worker.speculation.drafter import Proposer
 from worker.speculation.drafters.eagle_head import EagleHead
 from worker.speculation.drafters.head_drafts import HeadDrafts
@@ -35,7 +35,7 @@ def attach_head(path: Path, model: Any, beside: Path | None = None) -> tuple[Hea
     """
     if not batched.can_rewind(make_prompt_cache(model)):
         raise NoHead("")
-    head = load_head(path, read_json(path / "config.json"), model, beside)
+    head = load_head(path, folded_config(read_json(path / "config.json")), model, beside)
     core = core_of(model)
     dtype = core.norm.weight.dtype
     own_bytes = evaluate_weights(head, dtype)
