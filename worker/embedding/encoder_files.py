@@ -6,8 +6,8 @@ from typing import Any, Final
 
 import mlx.core as mx
 
+from protocol.checkpoint import is_scaled, kind_of_scaling, rope_tables
 from protocol.failures import Code
-from protocol.rope import is_scaled, kind_of_scaling, rope_tables
 from worker.embedding.encoder_models import ACTIVATIONS, EncoderShape
 from worker.errors import LoadFailed
 

@@ -20,15 +20,16 @@ from huggingface_hub.errors import (
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import load_model, load_tokenizer
 
-from protocol.checkpoint import CONTEXT_KEYS, context_of, has_media
+from protocol.checkpoint import CONTEXT_KEYS, Contradiction, context_of, has_media
 from protocol.experts import has_index, read_index
 from protocol.failures import Code
-from protocol.rope import Contradiction
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
+from protocol.weight_files import UnusableWeights, check_tensors, weight_files
 from worker.errors import LoadFailed, foreign_code, is_allocation_failure
 from worker.model import packing
 from worker.model.batch_mode import BatchModePlan
+from worker.model.checkpoint_view import CONFIG, checkpoint_view
 from worker.model.division import Division
 from worker.model.experts.expert_cache import attach as attach_experts
 from worker.model.experts.gathered_rows import experts_per_token, pass_tokens
@@ -36,7 +37,7 @@ from worker.model.linears import Linears
 from worker.model.rope_check import check_rope
 from worker.speculation.drafter import Proposer
 from worker.vision.attach import Vision, attach
-from worker.vision.checkpoint import config_changes, fold, text_config
+from worker.vision.checkpoint import fold, text_config
 from worker.vision.needs import UnsupportedVision
 from worker.vision.text_model import load_text_model
 
@@ -164,10 +165,10 @@ def _load_text(path: Path, config: dict[str, Any], spec: WorkerSpec) -> tuple[An
         return _load_without_experts(path, config, spec)
     if has_index(path):
         raise LoadFailed(Code.BAD_CONFIG, f'the experts of {path} are on disk: serve it with experts = "disk"')
-    if has_media(config):
-        return *load_text_model(path, config, folded_config(config), spec.trust_remote_code), None
-    changes = config_changes(config, folded_config(config))
-    return *load_model(path, lazy=True, model_config=changes, trust_remote_code=spec.trust_remote_code), None
+    with checkpoint_view(path, {CONFIG: folded_config(config)}) as view:
+        if has_media(config):
+            return *load_text_model(view, spec.trust_remote_code), None
+        return *load_model(view, lazy=True, trust_remote_code=spec.trust_remote_code), None
 
 
 def _load_without_experts(path: Path, config: dict[str, Any], spec: WorkerSpec) -> tuple[Any, dict[str, Any], Stats]:
@@ -178,10 +179,8 @@ def _load_without_experts(path: Path, config: dict[str, Any], spec: WorkerSpec) 
         )
     try:
         index = read_index(path)
-        changes = config_changes(config, folded_config(config))
-        model, config = load_model(
-            path, lazy=True, strict=False, model_config=changes, trust_remote_code=spec.trust_remote_code
-        )
+        with checkpoint_view(path, {CONFIG: folded_config(config)}) as view:
+            model, config = load_model(view, lazy=True, strict=False, trust_remote_code=spec.trust_remote_code)
         _check_names(path, model, [layer.path for layer in index.layers])
         return model, config, attach_experts(model, path, index, spec.expert_cache_bytes)
     except (ValueError, OSError) as error:
@@ -191,7 +190,7 @@ def _load_without_experts(path: Path, config: dict[str, Any], spec: WorkerSpec) 
 def _check_names(path: Path, model: Any, layers: Sequence[str]) -> None:
     """Raise `ValueError` if a parameter is in none of the files: its values would be random."""
     held: set[str] = set()
-    for file in path.glob("model*.safetensors"):
+    for file in weight_files(path):
         arrays: Any = mx.load(str(file))
         held.update(arrays)
     parameters: Any = tree_flatten(model.parameters())
@@ -243,31 +242,24 @@ def resolve(path: str) -> Path:
         ) from error
 
 
-def check_weights(path: Path) -> int:
-    """Check that each weight file is present and complete; return their total bytes. Raises `LoadFailed`."""
-    # A link into the Hugging Face cache may be broken.
-    files = sorted(file for file in path.glob("model*.safetensors") if file.exists())
-    index = path / "model.safetensors.index.json"
-    if files and index.exists():
-        missing = sorted(_shards(index) - {file.name for file in files})
-        if missing:
-            raise LoadFailed(Code.MODEL_MISSING, f"{path} lacks {len(missing)} weight file(s), such as {missing[0]}")
-    if not files:
-        raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no model*.safetensors file")
-    return sum(_check_safetensors(file) for file in files)
+def check_weights(path: Path, list_files: Callable[[Path], Sequence[Path]] = weight_files) -> int:
+    """Check that each weight file is complete and each tensor in one place; return the files' bytes.
+
+    `list_files` lists the files. Raises `LoadFailed`.
+    """
+    try:
+        files = {file.name: _check_safetensors(file) for file in list_files(path)}
+        check_tensors(path, {name: tensors for name, (_, tensors) in files.items()})
+    except UnusableWeights as error:
+        raise LoadFailed(Code.MODEL_MISSING if error.is_missing else Code.MODEL_CORRUPT, str(error)) from error
+    return sum(size for size, _ in files.values())
 
 
-def _shards(index: Path) -> set[str]:
-    """Return the weight files that an index names."""
-    match read_json(index):
-        case {"weight_map": {**weight_map}} if all(isinstance(name, str) for name in weight_map.values()):
-            return set(weight_map.values())
-        case _:
-            raise LoadFailed(Code.MODEL_CORRUPT, f"{index} names no weight files")
+def _check_safetensors(file: Path) -> tuple[int, list[str]]:
+    """Check that a file's header matches its length (format: github.com/huggingface/safetensors).
 
-
-def _check_safetensors(file: Path) -> int:
-    """Check that a file's header matches its length (format: github.com/huggingface/safetensors); return its bytes."""
+    Return its bytes and the names of its tensors.
+    """
     size = os.stat(file).st_size
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -281,13 +273,13 @@ def _check_safetensors(file: Path) -> int:
             raise LoadFailed(Code.MODEL_CORRUPT, f"{file} has a safetensors header of {limit}")
         try:
             header = json.loads(stream.read(header_bytes))
-            entries = [entry for name, entry in header.items() if name != "__metadata__"]
-            end = max((int(entry["data_offsets"][1]) for entry in entries), default=0)
+            header.pop("__metadata__", None)
+            end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise LoadFailed(Code.MODEL_CORRUPT, f"{file} has a broken safetensors header") from error
     if 8 + header_bytes + end != size:
         raise LoadFailed(Code.MODEL_CORRUPT, f"{file} is incomplete: {size} bytes instead of {8 + header_bytes + end}")
-    return size
+    return size, list(header)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import mlx.nn as nn
 
+from protocol.checkpoint import UNSCALED, is_scaled, kind_of_scaling, rope_tables
 from protocol.failures import Code
-from protocol.rope import UNSCALED, is_scaled, kind_of_scaling, rope_tables
 from worker.errors import LoadFailed
 
 

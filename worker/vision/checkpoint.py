@@ -7,8 +7,7 @@ from typing import Any, Final
 
 from mlx.utils import tree_flatten
 
-from protocol.checkpoint import MEDIA_SECTIONS, is_tower
-from protocol.rope import fold_rope
+from protocol.checkpoint import MEDIA_SECTIONS, fold_rope, is_tower
 
 _TEXT: Final = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
 # Matches names of parts that transformers 5 nests under `model` and mlx-vlm expects beside it.
@@ -37,11 +36,6 @@ def fold(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(vision, dict) and kind.startswith(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")):
         vision["model_type"] = kind
     return folded
-
-
-def config_changes(config: Mapping[str, Any], folded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that folding has added or changed."""
-    return {key: value for key, value in folded.items() if key not in config or config[key] != value}
 
 
 def tower_config(folded: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,26 +2,25 @@
 checkpoint.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model  # pyright: ignore[reportPrivateUsage]  # as load_model itself does
 
-from worker.vision.checkpoint import config_changes, known_weights, text_names
+from worker.vision.checkpoint import known_weights, text_names
 
 # Text model types that can be wrapped by each of these mlx-lm classes. The classes themselves accept any checkpoint
 # with their model type.
 _WRAPPED: Final = {"llava": ("llama", "mistral", "ministral3", "mistral4")}
 
 
-def load_text_model(
-    path: Path, config: Mapping[str, Any], folded: dict[str, Any], trust_code: bool
-) -> tuple[Any, dict[str, Any]]:
-    """Load lazily like mlx-lm's `load_model`, without the weights of towers and unknown weights."""
-    changes = config_changes(config, folded)
-    return load_model(path, lazy=True, model_config=changes, get_model_classes=_classes, trust_remote_code=trust_code)
+def load_text_model(view: Path, trust_code: bool) -> tuple[Any, dict[str, Any]]:
+    """Load lazily like mlx-lm's `load_model`, without the weights of towers and unknown weights.
+
+    `view` is the folder of a `checkpoint_view`, with a folded configuration.
+    """
+    return load_model(view, lazy=True, get_model_classes=_classes, trust_remote_code=trust_code)
 
 
 def _classes(config: dict[str, Any]) -> tuple[type[Any], Any]:

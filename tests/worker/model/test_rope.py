@@ -12,8 +12,8 @@ import pytest
 from mlx_lm.models import gemma2, gemma3_text, olmo3, recurrent_gemma
 from mlx_lm.utils import MODEL_REMAPPING
 
+from protocol.checkpoint import Contradiction, fold_rope
 from protocol.failures import Code
-from protocol.rope import Contradiction, fold_rope
 from tests.support.engine import spec
 from tests.support.models import build, write
 from tests.support.scale import scaled
