@@ -32,6 +32,7 @@ from worker.model.loader import (
     vocab_size_of,
 )
 from worker.model.memory import has_gpu
+from worker.model.tokenizer_file import load_described
 
 # Encoders up to this size are computed in float32 even on a GPU, because float16 would halve their precision.
 _MAX_FLOAT32_BYTES: Final = 1 << 30
@@ -92,7 +93,7 @@ def load_embedding_model(spec: WorkerSpec, kind: str, progress: Callable[[str, i
         backbone = load_backbone(path, config, spec.trust_remote_code, is_scoring=kind == RERANK)
         cast(backbone.module, _dtype(spec.dtype, is_encoder, total))
         mx.eval(backbone.module.parameters())
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
+        tokenizer = _load_tokenizer(path, spec)
     weights_bytes = nbytes(backbone.module)
     parameters: Any = tree_flatten(backbone.module.parameters())
     progress("weights", weights_bytes, weights_bytes)
@@ -116,6 +117,13 @@ def load_embedding_model(spec: WorkerSpec, kind: str, progress: Callable[[str, i
         is_float32=all(array.dtype == mx.float32 for _, array in parameters),
         is_judge=kind == RERANK and not is_encoder,
     )
+
+
+def _load_tokenizer(path: Path, spec: WorkerSpec) -> Any:
+    def load(folder: Path, settings: Mapping[str, Any]) -> Any:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=spec.trust_remote_code, **settings)
+
+    return load_described(path, load)
 
 
 def _folded(folder: Path) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from worker.model.experts.expert_cache import attach as attach_experts
 from worker.model.experts.gathered_rows import experts_per_token, pass_tokens
 from worker.model.linears import Linears
 from worker.model.rope_check import check_rope
+from worker.model.tokenizer_file import load_described
 from worker.speculation.drafter import Proposer
 from worker.vision.attach import Vision, attach
 from worker.vision.checkpoint import fold, text_config
@@ -123,9 +124,7 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
             division.take(model, config)
         cast(model, spec.dtype)
         mx.eval(model.parameters())
-        tokenizer = load_tokenizer(
-            path, {"trust_remote_code": spec.trust_remote_code}, eos_token_ids=config.get("eos_token_id")
-        )
+        tokenizer = _load_tokenizer(path, config, spec)
     if not tokenizer.encode("a"):  # transformers returns an empty tokenizer for a folder without a tokenizer
         raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no tokenizer that can encode text")
     if spec.chat_template:
@@ -198,6 +197,14 @@ def _check_names(path: Path, model: Any, layers: Sequence[str]) -> None:
     missing = [name for name, _ in parameters if name not in held and not name.startswith(prefixes)]
     if missing:
         raise ValueError(f"its files lack {len(missing)} tensors, such as {missing[0]}")
+
+
+def _load_tokenizer(path: Path, config: Mapping[str, Any], spec: WorkerSpec) -> Any:
+    def load_wrapped(folder: Path, settings: Mapping[str, Any]) -> Any:
+        settings = {"trust_remote_code": spec.trust_remote_code, **settings}
+        return load_tokenizer(folder, settings, eos_token_ids=config.get("eos_token_id"))
+
+    return load_described(path, load_wrapped)
 
 
 def folded_config(config: Mapping[str, Any]) -> dict[str, Any]:
