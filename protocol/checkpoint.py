@@ -21,14 +21,42 @@ CONTEXT_KEYS: Final = (
 )
 
 
+# Factors above this number cannot be meant.
+_MAX_FACTOR: Final = 1_000_000
+
+
 def context_of(config: dict[str, Any]) -> tuple[str, Any] | None:
-    """Return the first context-window key that the configuration or its text model sets, and the key's raw value.
+    """Return the first context-window key that the configuration or its text model sets, and the key's value: raw, or
+    raised by the scaling of the rotary embedding.
 
     Return None if no key is set: the limits of the model class and of the tokenizer are known only at load.
     """
     text = config.get("text_config")
     parts = [part for part in (config, text) if isinstance(part, dict)]
-    return next(((key, part[key]) for key in CONTEXT_KEYS for part in parts if part.get(key)), None)
+    named = next(((key, part[key]) for key in CONTEXT_KEYS for part in parts if part.get(key)), None)
+    if named is None or not isinstance(named[1], int | float):
+        return named
+    whole: dict[str, Any] = {key: value for part in parts for key, value in part.items()}
+    scaled = _scaled_context(whole, named[1])
+    return named if scaled <= named[1] else (named[0], scaled)
+
+
+def _scaled_context(section: Mapping[str, Any], stated: float) -> int:
+    """Return the context to which the rotary embedding is scaled; 0 if it is not, or `stated` counts it already.
+
+    llama3 and longrope state their scaled context, and so do the files of Gemma 3. YaRN scales the original context,
+    which is often what `max_position_embeddings` still states (vllm/config/model.py, `_get_and_verify_max_len`).
+    """
+    tables = rope_tables(section)
+    table = tables.get(FULL) or next(iter(tables.values()))
+    kind, factor = kind_of_scaling(table), table.get("factor")
+    is_raising = kind.endswith("yarn") or kind in ("linear", "dynamic")
+    if not is_raising or str(section.get("model_type")).startswith("gemma3"):
+        return 0
+    if not isinstance(factor, int | float) or not 1 < factor < _MAX_FACTOR:
+        return 0
+    original = table.get("original_max_position_embeddings")
+    return int((original if isinstance(original, int | float) else stated) * factor)
 
 
 VISION_SECTIONS: Final = ("vision_config", "vit_config", "vision_tower_config")

@@ -12,7 +12,8 @@ import pytest
 from mlx_lm.models import gemma2, gemma3_text, olmo3, recurrent_gemma
 from mlx_lm.utils import MODEL_REMAPPING
 
-from protocol.checkpoint import Contradiction, fold_rope
+from gateway.model_files.metadata import inspect
+from protocol.checkpoint import Contradiction, context_of, fold_rope
 from protocol.failures import Code
 from tests.support.engine import spec
 from tests.support.models import build, write
@@ -203,6 +204,48 @@ def test_qwen3_5_computes_with_the_older_keys_where_its_file_has_only_these(tmp_
     assert mx.array_equal(logits(module, old), logits(module, new)).item()
     folder = write(module, {key: config[key] for key in config if key != "vocab_size"}, tmp_path / "model")
     check_rope(loaded(folder), text_config(fold(config)))
+
+
+QWEN_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("config", "context"),
+    [
+        ({"max_position_embeddings": 32768, "rope_scaling": QWEN_YARN}, 131072),
+        ({"max_position_embeddings": 40960, "rope_scaling": QWEN_YARN}, 131072),
+        ({"max_position_embeddings": 131072, "rope_scaling": QWEN_YARN}, 131072),
+        ({"max_position_embeddings": 262144, "rope_scaling": QWEN_YARN}, 262144),
+        ({"max_position_embeddings": 32768, "rope_scaling": {"type": "yarn", "factor": 4}}, 131072),
+        ({"max_position_embeddings": 32768, "rope_parameters": {**QWEN_YARN, "rope_theta": 1e6}}, 131072),
+        ({"max_position_embeddings": 32768, "rope_parameters": {
+            "full_attention": {**QWEN_YARN, "rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}}, 131072),
+        ({"text_config": {"max_position_embeddings": 32768, "rope_scaling": QWEN_YARN}}, 131072),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 16384),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, 8192),
+        ({"max_position_embeddings": 131072, "rope_scaling": {
+            "rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192}}, 131072),
+        ({"max_position_embeddings": 131072, "rope_scaling": {
+            "type": "longrope", "original_max_position_embeddings": 4096, "factor": 32.0}}, 131072),
+        ({"model_type": "gemma3_text", "max_position_embeddings": 131072, "rope_scaling": {
+            "rope_type": "linear", "factor": 8.0}}, 131072),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "yarn", "factor": 1e300}}, 4096),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "yarn", "factor": "4"}}, 4096),
+        ({"max_position_embeddings": -5, "rope_scaling": {"type": "linear", "factor": 4.0}}, -5),
+        ({"max_position_embeddings": "long", "rope_scaling": QWEN_YARN}, "long"),
+    ],
+)  # fmt: skip
+def test_the_context_is_the_one_to_which_the_rotary_embedding_is_scaled(config: dict[str, Any], context: Any) -> None:
+    named = context_of(config)
+    assert named is not None
+    assert named[1] == context
+
+
+@pytest.mark.parametrize(("cap", "context"), [(0, 256), (200, 200), (512, 256)])
+def test_a_scaled_context_is_served_and_told_by_the_gateway(tmp_path: Path, cap: int, context: int) -> None:
+    folder = build("qwen3", tmp_path / "model", max_position_embeddings=64, rope_scaling=YARN)
+    assert load(spec(folder, context=cap), lambda _stage, _done, _total: None).max_context == context
+    assert inspect(folder, "auto", cap, 1 << 40).context == context
 
 
 def test_an_encoder_with_scaled_positions_is_refused() -> None:
