@@ -1,12 +1,13 @@
 """Facts about a checkpoint, from its config.json and the names of its weights: context window, towers, prediction
-heads.
+heads, rotary embeddings.
 
 The gateway reports these facts before a load and estimates the model's memory from them; the worker uses them to load
-the towers and heads.
+the model, its towers and heads.
 """
 
 import re
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any, Final
 
 CONTEXT_KEYS: Final = (
@@ -20,14 +21,42 @@ CONTEXT_KEYS: Final = (
 )
 
 
+# Factors above this number cannot be meant.
+_MAX_FACTOR: Final = 1_000_000
+
+
 def context_of(config: dict[str, Any]) -> tuple[str, Any] | None:
-    """Return the first context-window key that the configuration or its text model sets, and the key's raw value.
+    """Return the first context-window key that the configuration or its text model sets, and the key's value: raw, or
+    raised by the scaling of the rotary embedding.
 
     Return None if no key is set: the limits of the model class and of the tokenizer are known only at load.
     """
     text = config.get("text_config")
     parts = [part for part in (config, text) if isinstance(part, dict)]
-    return next(((key, part[key]) for key in CONTEXT_KEYS for part in parts if part.get(key)), None)
+    named = next(((key, part[key]) for key in CONTEXT_KEYS for part in parts if part.get(key)), None)
+    if named is None or not isinstance(named[1], int | float):
+        return named
+    whole: dict[str, Any] = {key: value for part in parts for key, value in part.items()}
+    scaled = _scaled_context(whole, named[1])
+    return named if scaled <= named[1] else (named[0], scaled)
+
+
+def _scaled_context(section: Mapping[str, Any], stated: float) -> int:
+    """Return the context to which the rotary embedding is scaled; 0 if it is not, or `stated` counts it already.
+
+    llama3 and longrope state their scaled context, and so do the files of Gemma 3. YaRN scales the original context,
+    which is often what `max_position_embeddings` still states (vllm/config/model.py, `_get_and_verify_max_len`).
+    """
+    tables = rope_tables(section)
+    table = tables.get(FULL) or next(iter(tables.values()))
+    kind, factor = kind_of_scaling(table), table.get("factor")
+    is_raising = kind.endswith("yarn") or kind in ("linear", "dynamic")
+    if not is_raising or str(section.get("model_type")).startswith("gemma3"):
+        return 0
+    if not isinstance(factor, int | float) or not 1 < factor < _MAX_FACTOR:
+        return 0
+    original = table.get("original_max_position_embeddings")
+    return int((original if isinstance(original, int | float) else stated) * factor)
 
 
 VISION_SECTIONS: Final = ("vision_config", "vit_config", "vision_tower_config")
@@ -75,3 +104,128 @@ def is_head(name: str) -> bool:
 def unused(model_type: str) -> str:
     """Return the reason why a checkpoint's prediction head is not used; empty if the head is used."""
     return "" if model_type in SUPPORTED_TYPES else f"its head is there and not used: those of {model_type} are not run"
+
+
+# Rotary embeddings: transformers 5 writes `rope_parameters` alone, flat, or with a table for each type of layer. Most
+# classes of mlx-lm know only `rope_theta` and `rope_scaling`, and compute with their defaults if these are missing.
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
+# Types of embeddings whose positions are not scaled.
+UNSCALED: Final = ("default", "mrope")
+# Older keys of one number. The classes of the libraries differ in which of them they read.
+_THETA: Final = ("rope_theta", "rotary_emb_base", "rope_global_base_freq", "global_rope_theta")
+_SLIDING_THETA: Final = ("rope_local_base_freq", "rope_local_theta", "swa_rope_theta", "local_rope_theta")
+_PART: Final = ("partial_rotary_factor", "rotary_pct")
+# Keys of `rope_parameters` that `rope_scaling` never had.
+_NOT_SCALING: Final = ("rope_theta", "partial_rotary_factor")
+
+
+class Contradiction(ValueError):
+    """Raised for two keys of one configuration that contradict each other."""
+
+
+def fold_rope(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section of a configuration with both forms of what it states in one.
+
+    Raises `Contradiction` if both forms state a number, and the numbers differ.
+    """
+    folded = deepcopy(dict(section))
+    if isinstance(scaling := folded.get("rope_scaling"), dict):
+        _agree(folded, _THETA[:1], scaling.get("rope_theta"))
+        folded["rope_scaling"] = _typed(scaling)
+    rope = folded.get("rope_parameters")
+    if not isinstance(rope, dict) or not rope:
+        # Some classes read `rope_parameters` alone, such as that of Qwen3.5.
+        (table,) = rope_tables(folded).values()
+        if isinstance(table.get("rope_theta"), int | float) and not any(key in folded for key in _SLIDING_THETA):
+            folded["rope_parameters"] = {**table, "rope_type": kind_of_scaling(table)}
+        return folded
+    tables = _by_layer_type(rope)
+    main = tables.get(FULL) or next(iter(tables.values()))
+    _agree(folded, _THETA, main.get("rope_theta"))
+    _agree(folded, _SLIDING_THETA, tables.get(SLIDING, {}).get("rope_theta"))
+    parts = [table.get("partial_rotary_factor") for table in tables.values()]
+    if all(part == parts[0] for part in parts):
+        _agree(folded, _PART, parts[0])
+        _add_width(folded, parts[0])
+    if kind_of_scaling(main) == "longrope":
+        _agree(folded, ("original_max_position_embeddings",), main.get("original_max_position_embeddings"))
+    _fold_scaling(folded, main)
+    return folded
+
+
+def rope_tables(section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the rotary embedding that a folded section states, as a table for each type of layer.
+
+    The type is empty where the section states one table for all layers.
+    """
+    rope = section.get("rope_parameters")
+    if isinstance(rope, dict) and rope:
+        return _by_layer_type(rope)
+    scaling = section.get("rope_scaling")
+    table: dict[str, Any] = dict(scaling) if isinstance(scaling, dict) else {}
+    for key, names in (("rope_theta", _THETA), ("partial_rotary_factor", _PART)):
+        if (value := next((section[name] for name in names if section.get(name) is not None), None)) is not None:
+            table.setdefault(key, value)
+    return {"": table}
+
+
+def kind_of_scaling(table: Mapping[str, Any]) -> str:
+    """Return the type of a table, such as `yarn`."""
+    return str(table.get("type") or table.get("rope_type") or UNSCALED[0])
+
+
+def is_scaled(table: Mapping[str, Any]) -> bool:
+    """Return whether a table scales positions or frequencies for a longer context."""
+    return kind_of_scaling(table) not in (*UNSCALED, "proportional") and table.get("factor") not in (1, 1.0)
+
+
+def _by_layer_type(rope: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    tables = {kind: dict(table) for kind, table in rope.items() if isinstance(table, dict)}
+    return tables or {"": dict(rope)}
+
+
+def _fold_scaling(section: dict[str, Any], table: Mapping[str, Any]) -> None:
+    stated = _typed({key: value for key, value in table.items() if key != "rope_theta"})
+    is_needed = kind_of_scaling(stated) not in UNSCALED or "mrope_section" in stated
+    scaling = section.get("rope_scaling")
+    if not isinstance(scaling, dict):
+        # Some classes have no default for the key.
+        section["rope_scaling"] = stated if is_needed else None
+        return
+    if not is_needed and kind_of_scaling(scaling) in UNSCALED:
+        return
+    for key in sorted({*scaling, *stated} - {*_NOT_SCALING, "type", "rope_type"}):
+        ours, theirs = scaling.get(key), stated.get(key)
+        if ours != theirs and (key == "mrope_section" or (ours is not None and theirs is not None)):
+            raise Contradiction(f"rope_scaling and rope_parameters of config.json differ in {key}: {ours} and {theirs}")
+    kinds = kind_of_scaling(scaling), kind_of_scaling(stated)
+    if kinds[0] != kinds[1] and not set(kinds) <= set(UNSCALED):
+        raise Contradiction(f"rope_scaling of config.json has the type {kinds[0]}, and rope_parameters {kinds[1]}")
+
+
+def _typed(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table with its type under both names, and its factor as the float that some classes insist on."""
+    if "mrope_section" in scaling and "type" in scaling:
+        return dict(scaling)
+    typed = {**scaling, "type": kind_of_scaling(scaling)}
+    typed.setdefault("rope_type", typed["type"])
+    if type(typed.get("factor")) is int:
+        typed["factor"] = float(typed["factor"])
+    return typed
+
+
+def _add_width(section: dict[str, Any], part: Any) -> None:
+    """Add the number of rotated dimensions, which classes of MiniMax read instead of the part of a head."""
+    if str(section.get("model_type", "")).startswith("minimax") and part and section.get("head_dim"):
+        section.setdefault("rotary_dim", int(section["head_dim"] * part))
+
+
+def _agree(section: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
+    if value is None:
+        return
+    for key in keys:
+        if section.get(key) is None:
+            section[key] = value
+        elif section[key] != value:
+            raise Contradiction(f"config.json gives {key} as {section[key]}, and as {value} in rope_parameters")

@@ -14,6 +14,8 @@ from typing import Final
 
 import msgspec
 
+from protocol.weight_files import weight_files
+
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt")
 # Files that determine the preprocessing of media, in addition to the tower's weights.
 PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -40,7 +42,7 @@ def files_digest(folder: Path, names: Iterable[str]) -> str:
 
 def weights_digest(folder: Path) -> str:
     """Return the digest of a model's weights. Raises `OSError`, and `ValueError` for files that are not safetensors."""
-    return digest(*((file.name, _content(file)) for file in sorted(folder.glob("model*.safetensors"))))
+    return digest(*((file.name, _content(file)) for file in weight_files(folder)))
 
 
 class _TensorSpan(msgspec.Struct, frozen=True):

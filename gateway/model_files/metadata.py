@@ -22,9 +22,8 @@ from protocol.checkpoint import AUDIO_SECTIONS, VISION_SECTIONS, context_of, has
 from protocol.experts import has_index, read_index
 from protocol.kinds import kind_of
 from protocol.quantized_kv import group_of, number_bits, obstacle
+from protocol.weight_files import UnusableWeights, check_tensors, weight_files
 
-# mlx-lm's loader reads the files that match this pattern.
-WEIGHTS: Final = "model*.safetensors"
 # A head for multi-token prediction may have its weights in this separate file.
 HEAD: Final = "mtp.safetensors"
 METADATA: Final = "__metadata__"
@@ -246,10 +245,12 @@ def read_weights(folder: Path, dtype: str) -> Weights:
 
 def read_tensors(folder: Path) -> dict[str, TensorEntry]:
     """Read the headers of a model's weight files, and return the entry of each tensor by name. Raises `Unreadable`."""
-    files = sorted(file for file in folder.glob(WEIGHTS) if file.exists())
-    if not files:
-        raise Unreadable(f"{folder} holds no {WEIGHTS} file")
-    return {name: tensor for file in files for name, tensor in _header(file).items()}
+    try:
+        headers = {file.name: _header(file) for file in weight_files(folder)}
+        check_tensors(folder, headers)
+    except UnusableWeights as error:
+        raise Unreadable(str(error)) from None
+    return {name: tensor for header in headers.values() for name, tensor in header.items()}
 
 
 def measure(tensors: Iterable[TensorEntry], dtype: str) -> Weights:

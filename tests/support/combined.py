@@ -14,6 +14,7 @@ from tests.support.engine import Result
 from tests.support.fused import fused, random_adapter
 from tests.support.heads import build_with_head, save_head
 from tests.support.models import build
+from worker.model.checkpoint_view import CONFIG, checkpoint_view
 from worker.model.loader import read_config
 from worker.sparse.selected_tokens import BLOCK_TOKENS
 from worker.tools.repack import repack
@@ -79,7 +80,8 @@ class Models:
         folder.mkdir()
         vision_models.build(FAMILIES["images for head"], folder)
         config = read_config(folder)
-        text, _ = load_text_model(folder, config, fold(config), False)
+        with checkpoint_view(folder, {CONFIG: fold(config)}) as view:
+            text, _ = load_text_model(view, False)
         save_head(folder / "mtp.safetensors", text, 64, "mlx")
         return folder
 

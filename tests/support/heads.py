@@ -8,6 +8,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import deepseek_v3, deepseek_v32, glm4_moe, glm4_moe_lite, glm_moe_dsa
 from mlx_lm.utils import load_model, save_config, save_model
 
+from protocol.weight_files import INDEX
 from tests.support.models import VOCAB, build, tiny_tokenizer
 
 # Residual branches of the target, made so small that the next token is mostly a function of the one before.
@@ -23,14 +24,14 @@ _NEXTN: dict[str, Any] = {
 _MLA: dict[str, Any] = {
     "kv_lora_rank": 16, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
 }  # fmt: skip
-_INDEX: dict[str, Any] = {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 16}
+_INDEXER: dict[str, Any] = {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 16}
 NEXTN: dict[str, tuple[Any, dict[str, Any]]] = {
     "glm4_moe": (glm4_moe, {**_NEXTN, "model_type": "glm4_moe", "head_dim": 16, "use_qk_norm": True,
                             "attention_bias": False, "partial_rotary_factor": 0.5}),
     "glm4_moe_lite": (glm4_moe_lite, {**_NEXTN, **_MLA, "model_type": "glm4_moe_lite"}),
     "deepseek_v3": (deepseek_v3, {**_NEXTN, **_MLA, "model_type": "deepseek_v3"}),
-    "deepseek_v32": (deepseek_v32, {**_NEXTN, **_MLA, "model_type": "deepseek_v32", **_INDEX}),
-    "glm_moe_dsa": (glm_moe_dsa, {**_NEXTN, **_MLA, **_INDEX, "model_type": "glm_moe_dsa", "moe_layer_freq": 1,
+    "deepseek_v32": (deepseek_v32, {**_NEXTN, **_MLA, "model_type": "deepseek_v32", **_INDEXER}),
+    "glm_moe_dsa": (glm_moe_dsa, {**_NEXTN, **_MLA, **_INDEXER, "model_type": "glm_moe_dsa", "moe_layer_freq": 1,
                                   "scoring_func": "sigmoid", "topk_method": "noaux_tc", "attention_bias": False,
                                   "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}),
 }  # fmt: skip
@@ -99,6 +100,7 @@ def build_with_layer(architecture: str, folder: Path) -> Path:
     }
     file = folder / "model-head.safetensors"
     mx.save_safetensors(str(file), {prefix + name: array for name, array in weights.items()}, {"format": "pt"})
+    (folder / INDEX).unlink()  # which names the other file alone
     return folder
 
 

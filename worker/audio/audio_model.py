@@ -22,6 +22,7 @@ from worker.audio import sound_writer
 from worker.audio.speaker import Instructions, Speaker
 from worker.audio.transcriber import Transcriber
 from worker.errors import LoadFailed
+from worker.model.checkpoint_view import CONFIG, checkpoint_view
 from worker.model.loader import cast, check_weights, nbytes, read_json, resolve
 from worker.model.memory import has_gpu
 
@@ -93,8 +94,8 @@ def load_audio_model(spec: WorkerSpec, progress: Callable[[str, int, int], None]
     progress("weights", 0, total)
     try:
         # mlx-audio prints to standard output, where `worker.tools.verify` prints its results.
-        with redirect_stdout(sys.stderr):
-            model = _whisper(path, config, spec) if family == "whisper" else _other(path, family, spec)
+        with redirect_stdout(sys.stderr), checkpoint_view(path, {CONFIG: config}) as view:
+            model = _whisper(path, view, config, spec) if family == "whisper" else _other(path, view, family, spec)
         weights_bytes = sum(nbytes(part) for part in _parts(model))
         transcriber, speaker = _transcriber_of(family, model), Speaker(family, model) if family in SPEAKERS else None
     except LoadFailed:
@@ -148,7 +149,7 @@ def _transcriber_of(family: str, model: Any) -> Transcriber | None:
     return None
 
 
-def _whisper(path: Path, config: dict[str, Any], spec: WorkerSpec) -> Any:
+def _whisper(path: Path, view: Path, config: dict[str, Any], spec: WorkerSpec) -> Any:
     """Load Whisper with the configured dtype; mlx-audio's own loader supports only one dtype."""
     from mlx_audio.stt.models.whisper import Model, ModelConfig
     from mlx_audio.utils import apply_quantization, load_weights
@@ -157,7 +158,7 @@ def _whisper(path: Path, config: dict[str, Any], spec: WorkerSpec) -> Any:
     if dtype not in _WHISPER_DTYPES:
         raise LoadFailed(Code.BAD_CONFIG, f"Whisper is computed in float16 or float32, not in {dtype}")
     model = Model(ModelConfig.from_dict(config), dtype=_WHISPER_DTYPES[dtype])
-    weights = model.sanitize(load_weights(path))
+    weights = model.sanitize(load_weights(view))
     apply_quantization(model, config, weights)
     parameters: Any = tree_flatten(model.parameters())
     missing = sorted({name for name, _ in parameters} - weights.keys())
@@ -166,7 +167,7 @@ def _whisper(path: Path, config: dict[str, Any], spec: WorkerSpec) -> Any:
     model.load_weights(list(weights.items()), strict=False)
     mx.eval(model.parameters())
     model.eval()
-    model = Model.post_load_hook(model, path)
+    model = Model.post_load_hook(model, view)
     if model._processor is None:
         message = (
             f"{path} holds no processor of transformers (tokenizer.json, preprocessor_config.json), which Whisper "
@@ -176,11 +177,11 @@ def _whisper(path: Path, config: dict[str, Any], spec: WorkerSpec) -> Any:
     return model
 
 
-def _other(path: Path, family: str, spec: WorkerSpec) -> Any:
+def _other(path: Path, view: Path, family: str, spec: WorkerSpec) -> Any:
     from mlx_audio import stt, tts
 
     load = stt.load if family in TRANSCRIBERS else tts.load
-    model: Any = load(path, lazy=True, strict=False, model_type=family)
+    model: Any = load(view, lazy=True, strict=False, model_type=family)
     # Only Qwen's talker is cast: its codec decoder is already a compiled function for the stored dtype.
     for part in _parts(model):
         cast(part, spec.dtype)

@@ -13,12 +13,14 @@ from mlx_lm.utils import _get_classes, load_model  # pyright: ignore[reportPriva
 
 from protocol.failures import Code
 from protocol.kinds import ENCODERS
+from protocol.weight_files import weight_files
 from worker.embedding.encoder_files import classifier_of, renamed, shape_of
 from worker.embedding.encoder_models import EncoderModel, EncoderShape, attention_mask
 from worker.errors import LoadFailed
+from worker.model.checkpoint_view import CONFIG, checkpoint_view
+from worker.model.rope_check import check_rope
 
 _GEMMA: Final = "gemma3_text"
-_WEIGHTS: Final = "model*.safetensors"
 
 
 class EncoderBackbone:
@@ -84,11 +86,11 @@ def load_backbone(
     if is_bidirectional and (config["model_type"] != _GEMMA or is_scoring):
         message = f"a {config['model_type']} that sees all of its input at once is not known"
         raise LoadFailed(Code.MODEL_UNSUPPORTED, message)
-    if not any("lm_head" in name for file in path.glob(_WEIGHTS) for name in _load(file)):
+    if not any("lm_head" in name for file in weight_files(path) for name in _load(file)):
         config = {**config, "tie_word_embeddings": True}
-    module, _ = load_model(
-        path, lazy=True, model_config=config, get_model_classes=_decoder_classes, trust_remote_code=trust_code
-    )
+    with checkpoint_view(path, {CONFIG: config}) as view:
+        module, _ = load_model(view, lazy=True, get_model_classes=_decoder_classes, trust_remote_code=trust_code)
+    check_rope(module, config)
     core: Any = getattr(module, "model", None)
     if core is None or not callable(core) or not hasattr(core, "embed_tokens"):
         raise LoadFailed(Code.MODEL_UNSUPPORTED, f"a {config['model_type']} shows no hidden states")
@@ -98,7 +100,7 @@ def load_backbone(
 def _load_encoder(path: Path, config: dict[str, Any], is_scoring: bool) -> EncoderBackbone:
     shape = shape_of(config)
     module = EncoderModel(shape, classifier_of(config) if is_scoring else None)
-    weights = renamed({name: array for file in path.glob(_WEIGHTS) for name, array in _load(file).items()})
+    weights = renamed({name: array for file in weight_files(path) for name, array in _load(file).items()})
     if quantization := config.get("quantization"):
         nn.quantize(
             module,

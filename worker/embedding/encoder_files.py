@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import mlx.core as mx
 
+from protocol.checkpoint import is_scaled, kind_of_scaling, rope_tables
 from protocol.failures import Code
 from worker.embedding.encoder_models import ACTIVATIONS, EncoderShape
 from worker.errors import LoadFailed
@@ -55,6 +56,8 @@ def shape_of(config: Mapping[str, Any]) -> EncoderShape:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise LoadFailed(Code.MODEL_CORRUPT, f"config.json of this {kind} lacks or misstates {error}") from error
+    if scaled := [kind_of_scaling(table) for table in rope_tables(config).values() if is_scaled(table)]:
+        raise LoadFailed(Code.MODEL_UNSUPPORTED, f"an encoder with scaled positions ({scaled[0]}) is not known")
     if shape.activation not in ACTIVATIONS:
         raise LoadFailed(Code.MODEL_UNSUPPORTED, f"the activation {shape.activation!r} is not known")
     return shape
@@ -123,11 +126,10 @@ def _bert(config: Mapping[str, Any]) -> EncoderShape:
 
 def _nomic(config: Mapping[str, Any]) -> EncoderShape:
     """Read nomic-bert's shape. The keys are GPT-2's, as in the model's first version, or those of transformers."""
-    rope = config.get("rope_parameters") or {}
     if config.get("num_experts") or config.get("prenorm") or config.get("rotary_emb_interleaved"):
         raise LoadFailed(Code.MODEL_UNSUPPORTED, "nomic-bert is served without experts, norms first or other rotations")
     layers = int(_either(config, "num_hidden_layers", "n_layer"))
-    theta = float(rope.get("rope_theta") or config.get("rotary_emb_base") or 1000.0)
+    theta = float(config.get("rotary_emb_base") or 1000.0)
     trained = config.get("max_trained_positions")
     positions = int(_either(config, "max_position_embeddings", "n_positions"))
     has_bias = bool(config.get("qkv_proj_bias", False))
@@ -155,11 +157,9 @@ def _modernbert(config: Mapping[str, Any]) -> EncoderShape:
     every = int(config.get("global_attn_every_n_layers") or 3)
     full, sliding = _THETAS
     kinds = config.get("layer_types") or [sliding if at % every else full for at in range(layers)]
-    rope = config.get("rope_parameters") or {}
-    old = {full: "global_rope_theta", sliding: "local_rope_theta"}
     thetas = {
-        kind: float((rope.get(kind) or {}).get("rope_theta") or config.get(old[kind]) or theta)
-        for kind, theta in _THETAS.items()
+        full: float(config.get("global_rope_theta") or _THETAS[full]),
+        sliding: float(config.get("local_rope_theta") or _THETAS[sliding]),
     }
     windows = {full: 0, sliding: int(config.get("local_attention", 128)) // 2}
     return EncoderShape(

@@ -20,9 +20,19 @@ from worker.embedding.job import EmbeddingInput, Numbers
 from worker.embedding.pooling import PoolingHead
 from worker.embedding.sentence_files import Steps, read_steps
 from worker.errors import LoadFailed, foreign_code
-from worker.model.loader import cast, check_weights, explain, nbytes, read_config, read_json, resolve, vocab_size_of
+from worker.model.loader import (
+    cast,
+    check_weights,
+    explain,
+    folded_config,
+    nbytes,
+    read_config,
+    read_json,
+    resolve,
+    vocab_size_of,
+)
 from worker.model.memory import has_gpu
-from worker.vision.checkpoint import Contradiction, fold
+from worker.model.tokenizer_file import load_described
 
 # Encoders up to this size are computed in float32 even on a GPU, because float16 would halve their precision.
 _MAX_FLOAT32_BYTES: Final = 1 << 30
@@ -83,7 +93,7 @@ def load_embedding_model(spec: WorkerSpec, kind: str, progress: Callable[[str, i
         backbone = load_backbone(path, config, spec.trust_remote_code, is_scoring=kind == RERANK)
         cast(backbone.module, _dtype(spec.dtype, is_encoder, total))
         mx.eval(backbone.module.parameters())
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
+        tokenizer = _load_tokenizer(path, spec)
     weights_bytes = nbytes(backbone.module)
     parameters: Any = tree_flatten(backbone.module.parameters())
     progress("weights", weights_bytes, weights_bytes)
@@ -109,14 +119,18 @@ def load_embedding_model(spec: WorkerSpec, kind: str, progress: Callable[[str, i
     )
 
 
+def _load_tokenizer(path: Path, spec: WorkerSpec) -> Any:
+    def load(folder: Path, settings: Mapping[str, Any]) -> Any:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=spec.trust_remote_code, **settings)
+
+    return load_described(path, load)
+
+
 def _folded(folder: Path) -> dict[str, Any]:
     config = read_config(folder)
     if has_media(config):
         raise LoadFailed(Code.MODEL_UNSUPPORTED, "embeddings and scores of a model of images and text are not served")
-    try:
-        return fold(config)
-    except Contradiction as error:
-        raise LoadFailed(Code.MODEL_CORRUPT, str(error)) from error
+    return folded_config(config)
 
 
 def _dtype(configured: str, is_encoder: bool, total: int) -> str:

@@ -158,8 +158,7 @@ class Follower:
         `LoadFailed`."""
         spec, rank = self._spec, self._rank.rank
         assert spec.group is not None
-        files = resolve(spec.path).glob("model*.safetensors")
-        need = int(sum(file.stat().st_size for file in files) * parts_of(spec.group.size, spec.group.split)[rank])
+        need = int(loader.check_weights(resolve(spec.path)) * parts_of(spec.group.size, spec.group.split)[rank])
         end = time.monotonic() + _FREE_MEMORY_TIMEOUT_S
         while (free := psutil.virtual_memory().available) < need:
             if time.monotonic() > end:

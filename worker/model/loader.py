@@ -3,7 +3,7 @@
 import json
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -20,21 +20,25 @@ from huggingface_hub.errors import (
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import load_model, load_tokenizer
 
-from protocol.checkpoint import CONTEXT_KEYS, context_of, has_media
+from protocol.checkpoint import CONTEXT_KEYS, Contradiction, context_of, has_media
 from protocol.experts import has_index, read_index
 from protocol.failures import Code
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
+from protocol.weight_files import UnusableWeights, check_tensors, weight_files
 from worker.errors import LoadFailed, foreign_code, is_allocation_failure
 from worker.model import packing
 from worker.model.batch_mode import BatchModePlan
+from worker.model.checkpoint_view import CONFIG, checkpoint_view
 from worker.model.division import Division
 from worker.model.experts.expert_cache import attach as attach_experts
 from worker.model.experts.gathered_rows import experts_per_token, pass_tokens
 from worker.model.linears import Linears
+from worker.model.rope_check import check_rope
+from worker.model.tokenizer_file import load_described
 from worker.speculation.drafter import Proposer
 from worker.vision.attach import Vision, attach
-from worker.vision.checkpoint import fold
+from worker.vision.checkpoint import fold, text_config
 from worker.vision.needs import UnsupportedVision
 from worker.vision.text_model import load_text_model
 
@@ -114,14 +118,13 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
         if division is not None and spec.experts == "disk":
             raise LoadFailed(Code.BAD_CONFIG, "a model of a group has its experts in memory, not on disk")
         model, config, experts = _load_text(path, config, spec)
+        check_rope(model, text_config(config))
         tables = _table_rows(model)
         if division is not None:
             division.take(model, config)
         cast(model, spec.dtype)
         mx.eval(model.parameters())
-        tokenizer = load_tokenizer(
-            path, {"trust_remote_code": spec.trust_remote_code}, eos_token_ids=config.get("eos_token_id")
-        )
+        tokenizer = _load_tokenizer(path, config, spec)
     if not tokenizer.encode("a"):  # transformers returns an empty tokenizer for a folder without a tokenizer
         raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no tokenizer that can encode text")
     if spec.chat_template:
@@ -158,15 +161,16 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
 def _load_text(path: Path, config: dict[str, Any], spec: WorkerSpec) -> tuple[Any, dict[str, Any], Stats | None]:
     """Load the text model with its configuration, and the statistics of its experts on disk if it has any."""
     if spec.experts == "disk":
-        return _load_without_experts(path, spec)
+        return _load_without_experts(path, config, spec)
     if has_index(path):
         raise LoadFailed(Code.BAD_CONFIG, f'the experts of {path} are on disk: serve it with experts = "disk"')
-    if not has_media(config):
-        return *load_model(path, lazy=True, trust_remote_code=spec.trust_remote_code), None
-    return *load_text_model(path, config, fold(config), spec.trust_remote_code), None
+    with checkpoint_view(path, {CONFIG: folded_config(config)}) as view:
+        if has_media(config):
+            return *load_text_model(view, spec.trust_remote_code), None
+        return *load_model(view, lazy=True, trust_remote_code=spec.trust_remote_code), None
 
 
-def _load_without_experts(path: Path, spec: WorkerSpec) -> tuple[Any, dict[str, Any], Stats]:
+def _load_without_experts(path: Path, config: dict[str, Any], spec: WorkerSpec) -> tuple[Any, dict[str, Any], Stats]:
     """Load a repacked model without its experts, which are read when they are chosen."""
     if not has_index(path):
         raise LoadFailed(
@@ -174,7 +178,8 @@ def _load_without_experts(path: Path, spec: WorkerSpec) -> tuple[Any, dict[str, 
         )
     try:
         index = read_index(path)
-        model, config = load_model(path, lazy=True, strict=False, trust_remote_code=spec.trust_remote_code)
+        with checkpoint_view(path, {CONFIG: folded_config(config)}) as view:
+            model, config = load_model(view, lazy=True, strict=False, trust_remote_code=spec.trust_remote_code)
         _check_names(path, model, [layer.path for layer in index.layers])
         return model, config, attach_experts(model, path, index, spec.expert_cache_bytes)
     except (ValueError, OSError) as error:
@@ -184,7 +189,7 @@ def _load_without_experts(path: Path, spec: WorkerSpec) -> tuple[Any, dict[str, 
 def _check_names(path: Path, model: Any, layers: Sequence[str]) -> None:
     """Raise `ValueError` if a parameter is in none of the files: its values would be random."""
     held: set[str] = set()
-    for file in path.glob("model*.safetensors"):
+    for file in weight_files(path):
         arrays: Any = mx.load(str(file))
         held.update(arrays)
     parameters: Any = tree_flatten(model.parameters())
@@ -192,6 +197,22 @@ def _check_names(path: Path, model: Any, layers: Sequence[str]) -> None:
     missing = [name for name, _ in parameters if name not in held and not name.startswith(prefixes)]
     if missing:
         raise ValueError(f"its files lack {len(missing)} tensors, such as {missing[0]}")
+
+
+def _load_tokenizer(path: Path, config: Mapping[str, Any], spec: WorkerSpec) -> Any:
+    def load_wrapped(folder: Path, settings: Mapping[str, Any]) -> Any:
+        settings = {"trust_remote_code": spec.trust_remote_code, **settings}
+        return load_tokenizer(folder, settings, eos_token_ids=config.get("eos_token_id"))
+
+    return load_described(path, load_wrapped)
+
+
+def folded_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration as the classes of MLX's libraries read it. Raises `LoadFailed`."""
+    try:
+        return fold(config)
+    except Contradiction as error:
+        raise LoadFailed(Code.MODEL_CORRUPT, str(error)) from error
 
 
 def _load_vision(path: Path, config: dict[str, Any], model: Any, spec: WorkerSpec) -> tuple[Vision | None, str]:
@@ -228,31 +249,24 @@ def resolve(path: str) -> Path:
         ) from error
 
 
-def check_weights(path: Path) -> int:
-    """Check that each weight file is present and complete; return their total bytes. Raises `LoadFailed`."""
-    # A link into the Hugging Face cache may be broken.
-    files = sorted(file for file in path.glob("model*.safetensors") if file.exists())
-    index = path / "model.safetensors.index.json"
-    if files and index.exists():
-        missing = sorted(_shards(index) - {file.name for file in files})
-        if missing:
-            raise LoadFailed(Code.MODEL_MISSING, f"{path} lacks {len(missing)} weight file(s), such as {missing[0]}")
-    if not files:
-        raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no model*.safetensors file")
-    return sum(_check_safetensors(file) for file in files)
+def check_weights(path: Path, list_files: Callable[[Path], Sequence[Path]] = weight_files) -> int:
+    """Check that each weight file is complete and each tensor in one place; return the files' bytes.
+
+    `list_files` lists the files. Raises `LoadFailed`.
+    """
+    try:
+        files = {file.name: _check_safetensors(file) for file in list_files(path)}
+        check_tensors(path, {name: tensors for name, (_, tensors) in files.items()})
+    except UnusableWeights as error:
+        raise LoadFailed(Code.MODEL_MISSING if error.is_missing else Code.MODEL_CORRUPT, str(error)) from error
+    return sum(size for size, _ in files.values())
 
 
-def _shards(index: Path) -> set[str]:
-    """Return the weight files that an index names."""
-    match read_json(index):
-        case {"weight_map": {**weight_map}} if all(isinstance(name, str) for name in weight_map.values()):
-            return set(weight_map.values())
-        case _:
-            raise LoadFailed(Code.MODEL_CORRUPT, f"{index} names no weight files")
+def _check_safetensors(file: Path) -> tuple[int, list[str]]:
+    """Check that a file's header matches its length (format: github.com/huggingface/safetensors).
 
-
-def _check_safetensors(file: Path) -> int:
-    """Check that a file's header matches its length (format: github.com/huggingface/safetensors); return its bytes."""
+    Return its bytes and the names of its tensors.
+    """
     size = os.stat(file).st_size
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -266,13 +280,13 @@ def _check_safetensors(file: Path) -> int:
             raise LoadFailed(Code.MODEL_CORRUPT, f"{file} has a safetensors header of {limit}")
         try:
             header = json.loads(stream.read(header_bytes))
-            entries = [entry for name, entry in header.items() if name != "__metadata__"]
-            end = max((int(entry["data_offsets"][1]) for entry in entries), default=0)
+            header.pop("__metadata__", None)
+            end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise LoadFailed(Code.MODEL_CORRUPT, f"{file} has a broken safetensors header") from error
     if 8 + header_bytes + end != size:
         raise LoadFailed(Code.MODEL_CORRUPT, f"{file} is incomplete: {size} bytes instead of {8 + header_bytes + end}")
-    return size
+    return size, list(header)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -22,11 +22,13 @@ from mlx_lm.utils import load_model, save_model
 
 from protocol.checkpoint import has_media
 from protocol.experts import FOLDER, INDEX, VERSION, ExpertIndex, ExpertLayer, ExpertTensor, has_index
+from protocol.weight_files import weight_files
 from worker.errors import LoadFailed
+from worker.model.checkpoint_view import CONFIG, checkpoint_view
 from worker.model.experts.expert_cache import put, switches_of
 from worker.model.experts.gathered_rows import chosen_of
 from worker.model.experts.records import name_of, to_bytes
-from worker.model.loader import check_weights, read_config, resolve
+from worker.model.loader import check_weights, folded_config, read_config, resolve
 
 # Suffix of an incomplete folder, followed by the process id.
 _PARTIAL: Final = ".partial-"
@@ -72,10 +74,11 @@ def repack(source: Path, target: Path, trust_remote_code: bool, progress: Callab
     if has_media(config):
         raise ValueError("a model with image, video or audio towers cannot be repacked")
     _delete_leftovers(target, progress)
-    needed = sum(file.stat().st_size for file in source.glob("model*.safetensors"))
+    needed = sum(file.stat().st_size for file in weight_files(source))
     if shutil.disk_usage(target.parent).free < needed:
         raise ValueError(f"{target.parent} has less than the {needed / 1e9:.1f} GB free that are needed")
-    model, _ = load_model(source, lazy=True, trust_remote_code=trust_remote_code)
+    with checkpoint_view(source, {CONFIG: folded_config(config)}) as view:
+        model, _ = load_model(view, lazy=True, trust_remote_code=trust_remote_code)
     switches = list(switches_of(model))
     if not switches:
         raise ValueError(f"{source} has no experts")

@@ -7,9 +7,8 @@ from typing import Any, Final
 
 from mlx.utils import tree_flatten
 
-from protocol.checkpoint import MEDIA_SECTIONS, is_tower
+from protocol.checkpoint import MEDIA_SECTIONS, fold_rope, is_tower
 
-_DEFAULT_ROPE: Final = "default"
 _TEXT: Final = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
 # Matches names of parts that transformers 5 nests under `model` and mlx-vlm expects beside it.
 _BELOW_MODEL: Final = re.compile(
@@ -19,10 +18,6 @@ _BELOW_MODEL: Final = re.compile(
 _NESTED_TOWERS: Final = ("clip_vision_model", "siglip_vision_model")
 
 
-class Contradiction(ValueError):
-    """Raised for two keys of one configuration that contradict each other."""
-
-
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     section = config.get("text_config") or config.get("llm_config")
     return dict(section) if isinstance(section, dict) else dict(config)
@@ -30,11 +25,10 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def fold(config: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a configuration to a format that both libraries read. Raises `Contradiction`."""
-    folded = deepcopy(dict(config))
-    sections = [folded, *(folded[name] for name in ("text_config", *MEDIA_SECTIONS) if name in folded)]
-    for section in sections:
-        if isinstance(section, dict):
-            _fold_rope(section)
+    folded = fold_rope(config)
+    for name in ("text_config", "llm_config", *MEDIA_SECTIONS):
+        if isinstance(section := folded.get(name), dict):
+            folded[name] = fold_rope(section)
     text, vision = folded.get("text_config"), folded.get("vision_config")
     if isinstance(text, dict):
         _name_sizes(folded, text)
@@ -56,35 +50,6 @@ def tower_config(folded: Mapping[str, Any]) -> dict[str, Any]:
     if str(config.get("model_type")).startswith(("qwen2_vl", "qwen2_5_vl")):
         config = {**config["text_config"], **config}
     return config
-
-
-def _fold_rope(section: dict[str, Any]) -> None:
-    rope = section.get("rope_parameters")
-    if not isinstance(rope, dict):
-        return
-    if "full_attention" in rope:
-        _agree(section, "rope_theta", rope["full_attention"].get("rope_theta"))
-        _agree(section, "rope_global_base_freq", rope["full_attention"].get("rope_theta"))
-        _agree(section, "rope_local_base_freq", rope.get("sliding_attention", {}).get("rope_theta"))
-        return
-    _agree(section, "rope_theta", rope.get("rope_theta"))
-    kind = rope.get("type", rope.get("rope_type", _DEFAULT_ROPE))
-    if kind == _DEFAULT_ROPE and "mrope_section" not in rope:
-        return
-    scaling = section.get("rope_scaling")
-    if isinstance(scaling, dict) and scaling.get("mrope_section") != rope.get("mrope_section"):
-        raise Contradiction("rope_scaling and rope_parameters of config.json differ in mrope_section")
-    if scaling is None:
-        section["rope_scaling"] = {**{key: rope[key] for key in rope if key != "rope_theta"}, "type": kind}
-
-
-def _agree(section: dict[str, Any], key: str, value: Any) -> None:
-    if value is None:
-        return
-    if section.get(key) is None:
-        section[key] = value
-    elif section[key] != value:
-        raise Contradiction(f"config.json gives {key} as {section[key]}, and as {value} in rope_parameters")
 
 
 def _name_sizes(config: dict[str, Any], text: dict[str, Any]) -> None:

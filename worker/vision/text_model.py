@@ -2,7 +2,6 @@
 checkpoint.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,12 +15,12 @@ from worker.vision.checkpoint import known_weights, text_names
 _WRAPPED: Final = {"llava": ("llama", "mistral", "ministral3", "mistral4")}
 
 
-def load_text_model(
-    path: Path, config: Mapping[str, Any], folded: dict[str, Any], trust_code: bool
-) -> tuple[Any, dict[str, Any]]:
-    """Load lazily like mlx-lm's `load_model`, without the weights of towers and unknown weights."""
-    changed = {key: value for key, value in folded.items() if config.get(key) != value}
-    return load_model(path, lazy=True, model_config=changed, get_model_classes=_classes, trust_remote_code=trust_code)
+def load_text_model(view: Path, trust_code: bool) -> tuple[Any, dict[str, Any]]:
+    """Load lazily like mlx-lm's `load_model`, without the weights of towers and unknown weights.
+
+    `view` is the folder of a `checkpoint_view`, with a folded configuration.
+    """
+    return load_model(view, lazy=True, get_model_classes=_classes, trust_remote_code=trust_code)
 
 
 def _classes(config: dict[str, Any]) -> tuple[type[Any], Any]:

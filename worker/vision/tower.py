@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy.typing as npt
 from mlx.utils import tree_flatten
 
+from protocol.weight_files import weight_files
 from worker.vision.checkpoint import known_weights, tower_config, tower_names
 from worker.vision.multimodal_merge import MediaFeatures
 from worker.vision.needs import Needs, UnsupportedVision
@@ -116,7 +117,7 @@ def _without(needs: Needs, missing: set[str]) -> Needs:
 def _read(path: Path, config: Mapping[str, Any]) -> dict[str, mx.array]:
     """Map weights by name, lazily, so that only the tower's are loaded. mlx-vlm's own reader may rewrite a header."""
     weights: dict[str, mx.array] = {}
-    for file in sorted(path.glob("model*.safetensors")):
+    for file in weight_files(path):
         weights.update(cast("dict[str, mx.array]", mx.load(str(file))))
     names = tower_names(weights, config)
     return {names[name]: array for name, array in weights.items()}

@@ -13,7 +13,8 @@ from worker.kv import batched
 from worker.kv.kv import leaves
 from worker.kv.quantized import make_caches
 from worker.model.batch_mode import BatchMode
-from worker.model.loader import LoadedModel, read_json
+from worker.model.checkpoint_view import checkpoint_view, files_of
+from worker.model.loader import LoadedModel, check_weights, folded_config, read_json
 from worker.speculation.drafter import Proposer
 from worker.speculation.drafters.eagle_head import EagleHead
 from worker.speculation.drafters.head_drafts import HeadDrafts
@@ -35,7 +36,7 @@ def attach_head(path: Path, model: Any, beside: Path | None = None) -> tuple[Hea
     """
     if not batched.can_rewind(make_prompt_cache(model)):
         raise NoHead("")
-    head = load_head(path, read_json(path / "config.json"), model, beside)
+    head = load_head(path, folded_config(read_json(path / "config.json")), model, beside)
     core = core_of(model)
     dtype = core.norm.weight.dtype
     own_bytes = evaluate_weights(head, dtype)
@@ -65,8 +66,15 @@ def attach_draft(target: LoadedModel, path: Path, load_draft: Callable[[], Loade
             attach = next((attach for signs, attach in _ATTACHED.items() if any(sign in kind for sign in signs)), None)
             if attach is None:
                 raise _refused(path, f"drafters of the kind {kind} are not run")
-            with foreign_code(lambda error: _refused(path, f"{type(error).__name__}: {error}")):
-                return attach(target.model, path)
+            try:
+                check_weights(path, files_of)
+            except LoadFailed as error:
+                raise _refused(path, str(error)) from error
+            with (
+                foreign_code(lambda error: _refused(path, f"{type(error).__name__}: {error}")),
+                checkpoint_view(path, {}) as view,
+            ):
+                return attach(target.model, view)
 
 
 def _kind(config: Mapping[str, Any]) -> str:

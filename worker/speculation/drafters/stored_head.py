@@ -12,6 +12,8 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 from mlx_lm.utils import _get_classes  # pyright: ignore[reportPrivateUsage]  # as load_model itself does
 
 from protocol.checkpoint import is_head, unused
+from protocol.weight_files import weight_files
+from worker.model.checkpoint_view import files_of
 from worker.speculation.drafters.head import PredictionHead
 from worker.speculation.drafters.head_forms import FORMS, QWEN, HeadForm
 from worker.speculation.drafters.target import core_of, tables
@@ -79,7 +81,7 @@ def _read(path: Path, kind: str, sizes: Mapping[str, Any]) -> StoredHead | None:
     """Return the head in the files of a checkpoint. Raises `NoHead` for an unsupported format."""
     sidecar = path / SIDECAR
     is_beside = sidecar.exists()
-    files = [_open(file) for file in ([sidecar] if is_beside else sorted(path.glob("model*.safetensors")))]
+    files = [_open(file) for file in ([sidecar] if is_beside else weight_files(path))]
     form = FORMS.get(kind)
     if form is None and not is_beside:
         if any(is_head(name) for file in files for name in file.tensors):
@@ -124,7 +126,7 @@ def _read_alone(folder: Path, kind: str) -> StoredHead | None:
     form, renames = ALONE[str(json.loads((folder / "config.json").read_text()).get("model_type", ""))]
     weights: dict[str, mx.array] = {}
     is_published = False
-    for file in map(_open, sorted(folder.glob("*.safetensors"))):
+    for file in map(_open, files_of(folder)):
         weights |= {_renamed(name, renames): weight for name, weight in file.tensors.items()}
         is_published |= any(name.startswith(_QWEN_PREFIX) for name in file.tensors) and file.framework != "mlx"
     is_zero_centered = form is QWEN and FORMS.get(kind) is QWEN

@@ -16,6 +16,7 @@ from mlx_lm.utils import load_model
 from protocol.checkpoint import SUPPORTED_TYPES, is_head, unused
 from protocol.prompts import TokensPrompt
 from protocol.to_worker import Generate, Sampling
+from protocol.weight_files import INDEX
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB, write
 from tests.worker.engine.test_exact import requests, tokens
@@ -142,6 +143,7 @@ def write_head(kind: str, folder: Path, model: Any, *, scale: float) -> dict[str
     # mlx-lm's class of Bailing does not leave a head out: one that was taken out of the files lies beside them.
     name = "mtp.safetensors" if kind == "bailing_moe" else "model-head.safetensors"
     mx.save_safetensors(str(folder / name), stored, {"format": "pt"})
+    (folder / INDEX).unlink(missing_ok=True)  # which names the other file alone
     return parts
 
 
@@ -211,6 +213,7 @@ def test_a_head_that_is_not_run_is_named_where_the_model_is_served(tmp_path: Pat
     folder = tmp_path / "model"
     write(import_module("mlx_lm.models.bailing_hybrid"), CONFIGURATIONS["bailing_hybrid"], folder)
     mx.save_safetensors(str(folder / "model-head.safetensors"), {"model.layers.4.eh_proj.weight": mx.zeros((SIZE,))})
+    (folder / INDEX).unlink()
     with EngineHarness(spec(folder)) as engine:
         assert engine.engine.speculation == (
             "auto, without the checkpoint's head for multi-token prediction: "

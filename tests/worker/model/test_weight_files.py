@@ -1,0 +1,175 @@
+"""Weight files: what the index names is what is served, in a folder of any name; what is ambiguous is refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from gateway.model_files.metadata import Unreadable, inspect, read_weights
+from protocol.failures import Code
+from protocol.model_digest import weights_digest
+from tests.support.engine import spec
+from tests.support.models import build
+from worker.embedding.backbones import DecoderBackbone, load_backbone
+from worker.errors import LoadFailed
+from worker.model.checkpoint_view import CONFIG, checkpoint_view, files_of
+from worker.model.loader import check_weights, load, read_config
+
+INDEX = "model.safetensors.index.json"
+STRAYS = (
+    "model 2.safetensors", "model.old.safetensors", "model-00001-of-00001.safetensors", "model-bf16.safetensors",
+    "._model.safetensors", "consolidated.safetensors", "model copy.safetensors", "a.safetensors",
+)  # fmt: skip
+IDS = [[20, 27, 34, 41, 48]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model_folder: Callable[[str], Path]) -> Path:
+    copied = tmp_path / "model"
+    shutil.copytree(model_folder("qwen3"), copied)
+    return copied
+
+
+def tensors(folder: Path, name: str = "model.safetensors") -> dict[str, mx.array]:
+    loaded: Any = mx.load(str(folder / name))
+    return loaded
+
+
+def add_others(folder: Path, name: str) -> None:
+    """A file with other numbers under the names of the model's tensors."""
+    mx.save_safetensors(str(folder / name), {key: array * 0 + 1e-3 for key, array in tensors(folder).items()})
+
+
+def logits(folder: Path) -> mx.array:
+    return load(spec(folder), lambda _stage, _done, _total: None).model(mx.array(IDS))
+
+
+def refused(folder: Path, code: Code) -> str:
+    with pytest.raises(LoadFailed) as caught:
+        logits(folder)
+    assert caught.value.failure.code is code
+    return caught.value.failure.message
+
+
+@pytest.mark.parametrize("stray", STRAYS)
+def test_files_that_the_index_does_not_name_are_not_loaded_nor_counted(folder: Path, stray: str) -> None:
+    expected, digest = logits(folder), weights_digest(folder)
+    size = inspect(folder, "auto", 0, 1 << 40).weights_bytes
+    add_others(folder, stray)
+    assert mx.array_equal(logits(folder), expected).item()
+    assert weights_digest(folder) == digest
+    assert inspect(folder, "auto", 0, 1 << 40).weights_bytes == size
+
+
+def test_a_decoder_that_embeds_is_loaded_from_the_files_that_the_index_names(folder: Path) -> None:
+    def hidden() -> mx.array:
+        backbone = load_backbone(folder, read_config(folder), False, is_scoring=False)
+        assert isinstance(backbone, DecoderBackbone)
+        return backbone.hidden(mx.array(IDS), [len(IDS[0])], None)
+
+    expected = hidden()
+    add_others(folder, "model 2.safetensors")
+    assert mx.array_equal(hidden(), expected).item()
+
+
+@pytest.mark.parametrize("other", ["model 2.safetensors", "model.old.safetensors", "model-00001-of-00001.safetensors"])
+def test_without_an_index_a_tensor_in_two_files_is_refused_with_their_names(folder: Path, other: str) -> None:
+    (folder / INDEX).unlink()
+    add_others(folder, other)
+    reason = refused(folder, Code.MODEL_CORRUPT)
+    assert "model.safetensors" in reason
+    assert other in reason
+    with pytest.raises(Unreadable, match="twice"):
+        read_weights(folder, "auto")
+
+
+def test_without_an_index_files_of_different_tensors_are_parts_of_one_model(folder: Path) -> None:
+    expected = logits(folder)
+    parts = list(tensors(folder).items())
+    (folder / INDEX).unlink()
+    mx.save_safetensors(str(folder / "model-a.safetensors"), dict(parts[::2]))
+    mx.save_safetensors(str(folder / "model-b.safetensors"), dict(parts[1::2]))
+    (folder / "model.safetensors").unlink()
+    assert mx.array_equal(logits(folder), expected).item()
+
+
+def test_copies_of_other_formats_beside_the_weights_are_left_out(folder: Path) -> None:
+    expected = logits(folder)
+    (folder / INDEX).unlink()
+    add_others(folder, "model.fp32-00001-of-00002.safetensors")
+    add_others(folder, "model.fp16.safetensors")
+    assert mx.array_equal(logits(folder), expected).item()
+
+
+def test_a_tensor_in_two_files_of_an_index_is_refused(folder: Path) -> None:
+    shutil.copy(folder / "model.safetensors", folder / "model-2.safetensors")
+    names = list(tensors(folder))
+    weight_map = {name: "model-2.safetensors" if at % 2 else "model.safetensors" for at, name in enumerate(names)}
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert "twice" in refused(folder, Code.MODEL_CORRUPT)
+
+
+def test_a_file_or_a_tensor_of_the_index_that_is_not_there_is_named(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    weight_map = index["weight_map"]
+    (folder / INDEX).write_text(json.dumps({"weight_map": {**weight_map, "extra.weight": "model.safetensors"}}))
+    assert "extra.weight" in refused(folder, Code.MODEL_CORRUPT)
+    (folder / INDEX).write_text(json.dumps({"weight_map": {**weight_map, "extra.weight": "model-2.safetensors"}}))
+    assert "lacks 1 weight file(s), such as model-2.safetensors" in refused(folder, Code.MODEL_MISSING)
+    with pytest.raises(Unreadable, match=r"model-2\.safetensors"):
+        read_weights(folder, "auto")
+
+
+@pytest.mark.parametrize("text", ["{}", '{"weight_map": {}}', '{"weight_map": {"a": 5}}', "[", '{"weight_map": []}'])
+def test_an_index_that_names_no_files_is_refused(folder: Path, text: str) -> None:
+    (folder / INDEX).write_text(text)
+    assert INDEX in refused(folder, Code.MODEL_CORRUPT)
+
+
+@pytest.mark.parametrize("name", ["b[12]", "Demo [4bit]", "a*", "what?", "a#b%c&d$(x) 'q' \"r\" [*]?", "[[]", "**"])
+def test_a_folder_whose_name_is_a_pattern_holds_its_own_weights(tmp_path: Path, name: str) -> None:
+    own = build("qwen3", tmp_path / "plain")
+    expected = logits(own)
+    shutil.copytree(own, tmp_path / name)
+    for neighbour in ("b1", "a", "ab", "what!"):
+        build("qwen3", tmp_path / neighbour, seed=1)
+    assert mx.array_equal(logits(tmp_path / name), expected).item()
+
+
+def test_a_link_to_a_folder_whose_name_is_a_pattern_is_loaded(tmp_path: Path) -> None:
+    own = build("qwen3", tmp_path / "c[12]")
+    build("qwen3", tmp_path / "c1", seed=1)
+    (tmp_path / "link").symlink_to(own)
+    shutil.copytree(own, tmp_path / "plain")
+    assert mx.array_equal(logits(tmp_path / "link"), logits(tmp_path / "plain")).item()
+
+
+def test_a_view_shows_other_loaders_what_is_meant_and_leaves_nothing_behind(folder: Path) -> None:
+    for stray in STRAYS:
+        add_others(folder, stray)
+    inner = folder / "speech [1]"
+    inner.mkdir()
+    shutil.copy(folder / "model.safetensors", inner)
+    add_others(folder, f"{inner.name}/._model.safetensors")
+    with checkpoint_view(folder, {CONFIG: {"model_type": "other"}}) as view:
+        assert [file.name for file in view.glob("*.safetensors")] == ["model.safetensors"]
+        assert [file.name for file in (view / inner.name).iterdir()] == ["model.safetensors"]
+        assert json.loads((view / "config.json").read_text()) == {"model_type": "other"}
+        assert view.parts[-len(folder.parts) + 1 :] == folder.parts[1:]
+        lazy = tensors(view)
+    assert not view.exists()
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
+    assert all(mx.array_equal(array, lazy[name]).item() for name, array in tensors(folder).items())
+
+
+def test_weights_of_a_drafter_may_have_any_name_and_are_in_one_place(folder: Path) -> None:
+    (folder / INDEX).unlink()
+    (folder / "model.safetensors").rename(folder / "head.safetensors")
+    assert files_of(folder) == [folder / "head.safetensors"]
+    shutil.copy(folder / "head.safetensors", folder / "head 2.safetensors")
+    with pytest.raises(LoadFailed, match="twice"):
+        check_weights(folder, files_of)
