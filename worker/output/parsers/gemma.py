@@ -43,7 +43,7 @@ class GemmaCalls:
         has_word = yield from r.literal(_WORDS)
         yield from r.space()
         name, following = yield from r.capture(_NAME_ENDS, NAME_LIMIT, keep=True)
-        name = checked(name)
+        name = ctx.tools.declared(checked(name))
         is_known = name in ctx.tools
         is_meant = (has_word and is_known) if self.bare else (has_word or is_known or not ctx.tools)
         if following != "{" or not is_meant:

@@ -8,11 +8,11 @@ from worker.output.parsers.call import ParserContext, begin, end, json_arguments
 from worker.output.parsers.literal import scalar, value
 from worker.output.parsers.reader import Malformed, Steps, collected, markers
 
-_NAMES: Final = frozenset({"name", "tool_name", "function_name", "function"})
-_ARGUMENTS: Final = frozenset({"arguments", "parameters", "args", "params"})
+NAME_KEYS: Final = frozenset({"name", "tool_name", "function_name", "function"})
+ARGUMENT_KEYS: Final = frozenset({"arguments", "parameters", "args", "params"})
 _IDS: Final = frozenset({"id", "tool_call_id", "call_id"})
 _FENCES: Final = markers("```json", "```")
-_KNOWN: Final = _NAMES | _ARGUMENTS | _IDS | {"type"}
+_KNOWN: Final = NAME_KEYS | ARGUMENT_KEYS | _IDS | {"type"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class JsonCalls:
 
     def _field(self, ctx: ParserContext, key: str, call: "_CallState") -> Steps[None]:
         char = yield from ctx.r.space()
-        if key in _ARGUMENTS and call.arguments is None and not call.is_announced:
+        if key in ARGUMENT_KEYS and call.arguments is None and not call.is_announced:
             if char == "{" and call.name and not self.late:
                 self._announce(ctx, call, has_arguments=True)
                 ctx.r.take(1)
@@ -113,8 +113,8 @@ class JsonCalls:
             call.arguments = yield from collected(lambda emit: json_arguments(ctx, params, emit))
             return
         text = yield from collected(lambda emit: value(ctx.r, emit))
-        if key in _NAMES and text.startswith('"') and not call.name:
-            call.name = json.loads(text)
+        if key in NAME_KEYS and text.startswith('"') and not call.name:
+            call.name = ctx.tools.declared(json.loads(text).strip())
         elif key in _IDS and text not in ('""', "null") and text[0] not in "[{":
             call.call_id = json.loads(text) if text.startswith('"') else text
 

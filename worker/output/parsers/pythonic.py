@@ -62,6 +62,7 @@ class PythonCalls:
         name = yield from read_name(ctx.r)
         if (yield from ctx.r.peek()) != "(" or not _NAME_START.match(name):
             raise Malformed
+        name = ctx.tools.declared(name)
         if self.bare and ctx.tools and name not in ctx.tools:
             raise Malformed
         yield from _keywords(ctx.r)
