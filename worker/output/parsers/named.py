@@ -11,8 +11,10 @@ from worker.output.parsers.call import (
     checked,
     drop,
     end,
+    expect_end,
     json_arguments,
     read_name,
+    refuse_continuation,
 )
 from worker.output.parsers.json_calls import ARGUMENT_KEYS, NAME_KEYS, JsonCalls
 from worker.output.parsers.reader import Malformed, MarkupReader, Steps, markers
@@ -37,6 +39,7 @@ class MistralCalls:
             if (yield from r.literal(markers("[ARGS]", "[CALL_ID]"))) == "[CALL_ID]":
                 call_id, _ = yield from r.capture(markers("[ARGS]"), NAME_LIMIT)
             yield from json_arguments(ctx, begin(ctx, checked(name), call_id.strip()))
+            yield from refuse_continuation(r)
             end(ctx)
             yield from r.space()
             if not (yield from r.literal(markers(*self.starts))):
@@ -109,6 +112,7 @@ class SectionCalls:
         else:
             # A header that is not just the name is the call's id: Kimi K2's template writes it in the next prompt.
             yield from json_arguments(ctx, begin(ctx, name, call_id or ("" if header.strip() == name else header)))
+        yield from expect_end(r)
         end(ctx)
 
     def _name(self, header: str, call_id: str) -> str:
@@ -159,8 +163,8 @@ class TaggedJson:
         if (yield from ctx.r.space()) not in ("{", '"'):
             raise Malformed
         yield from json_arguments(ctx, begin(ctx, checked(name)))
+        yield from expect_end(ctx.r)
         end(ctx)
-        yield from ctx.r.space()
         yield from ctx.r.literal(markers(*self.ends))
 
 
@@ -180,4 +184,5 @@ class RecipientJson:
         if (yield from ctx.r.space()) != "{":
             raise Malformed
         yield from json_arguments(ctx, begin(ctx, name))
+        yield from refuse_continuation(ctx.r)
         end(ctx)
