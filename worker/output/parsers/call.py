@@ -33,6 +33,9 @@ from worker.output.parsers.reader import (
 from worker.output.parsers.schema import STRING, Parameters, Tools, coerced_string, json_text
 
 NAME_LIMIT: Final = 256
+FENCE: Final = "```"
+_FENCES: Final = markers(FENCE)
+_LANGUAGES: Final = markers("json", "JSON", "python", "tool_call", "tool_calls", "tool_code")
 _NOT_IN_KEYS: Final = tuple("\"'{}[](),<")
 # Matches what may follow arguments and be no text: spaces, and brackets that are too many.
 _AFTER_LIMIT: Final = 64
@@ -48,6 +51,7 @@ class ParserContext:
     r: MarkupReader
     out: ParsedOutput
     tools: Tools
+    in_code: bool = False  # whether a fence has opened a block of code in the text
 
 
 class CallFormat(Protocol):
@@ -84,7 +88,8 @@ def attempt(ctx: ParserContext, form: CallFormat, hit: str, text: Emit) -> Steps
         else:
             raw = r.untrace()
             # A marker or bracket alone is ordinary text. With more text after it, it was probably an attempt at a call.
-            out.malformed += len(raw.rstrip()) > len(hit) + 1 if len(hit) > 1 else '"name"' in raw
+            is_marker = len(hit) > 1 and hit != FENCE
+            out.malformed += len(raw.rstrip()) > len(hit) + 1 if is_marker else '"name"' in raw
             text(raw)
     tail, r.trace = "".join(r.trace or ()), None
     if out.calls > before and (blank := tail[len(tail.rstrip()) :]):
@@ -262,6 +267,28 @@ def refuse_continuation(r: MarkupReader) -> Steps[None]:
         yield
     if end - r.at < _AFTER_LIMIT and r.buf[end : end + 1] in _CONTINUATIONS:
         raise Malformed
+
+
+def fence(ctx: ParserContext, hit: str) -> Steps[bool]:
+    """Read the fence that opens a block of calls, if it comes next or is `hit`; return whether there was one.
+
+    Raises `Malformed` if `hit` ends a block of code. Until a call is read, the block may be code.
+    """
+    if hit == FENCE:
+        ctx.in_code = not ctx.in_code
+        if not ctx.in_code:
+            raise Malformed
+    elif not (yield from ctx.r.literal(_FENCES)):
+        return False
+    yield from ctx.r.literal(_LANGUAGES)
+    return True
+
+
+def end_fence(ctx: ParserContext) -> Steps[None]:
+    """Read the fence that ends a block of calls, which was no code."""
+    ctx.in_code = False
+    yield from ctx.r.space()
+    yield from ctx.r.literal(_FENCES)
 
 
 def json_arguments(ctx: ParserContext, params: Parameters, emit: Emit | None = None) -> Steps[None]:

@@ -4,14 +4,22 @@ import json
 from dataclasses import dataclass
 from typing import Final
 
-from worker.output.parsers.call import ParserContext, begin, end, json_arguments, members
+from worker.output.parsers.call import (
+    FENCE,
+    ParserContext,
+    begin,
+    end,
+    end_fence,
+    fence,
+    json_arguments,
+    members,
+)
 from worker.output.parsers.literal import scalar, value
 from worker.output.parsers.reader import Malformed, Steps, collected, markers
 
 NAME_KEYS: Final = frozenset({"name", "tool_name", "function_name", "function"})
 ARGUMENT_KEYS: Final = frozenset({"arguments", "parameters", "args", "params"})
 _IDS: Final = frozenset({"id", "tool_call_id", "call_id"})
-_FENCES: Final = markers("```json", "```")
 _KNOWN: Final = NAME_KEYS | ARGUMENT_KEYS | _IDS | {"type"}
 
 
@@ -33,6 +41,7 @@ class JsonCalls:
     def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
         r = ctx.r
         is_open, is_list, is_first = hit == "{", hit.endswith("["), True
+        is_fenced = hit == FENCE and (yield from fence(ctx, hit))
         while True:
             char = "{" if is_open else (yield from r.space())
             if char == "{":
@@ -42,8 +51,8 @@ class JsonCalls:
             elif char == "[" and is_first and not is_list:
                 r.take(1)
                 is_list = True
-            elif char == "`" and is_first and (yield from r.literal(_FENCES)):
-                continue
+            elif char == "`" and is_first and not is_fenced and (yield from fence(ctx, "")):
+                is_fenced = True
             elif char == "]" and is_list and not (is_first and self.bare):
                 r.take(1)
                 break
@@ -56,6 +65,8 @@ class JsonCalls:
                 raise Malformed
             else:
                 break
+        if is_fenced:
+            yield from end_fence(ctx)
         yield from self._close(ctx)
 
     def _close(self, ctx: ParserContext) -> Steps[None]:

@@ -3,7 +3,16 @@
 import re
 from dataclasses import dataclass
 
-from worker.output.parsers.call import ParserContext, begin, end, expect_keywords, members, read_name
+from worker.output.parsers.call import (
+    ParserContext,
+    begin,
+    end,
+    end_fence,
+    expect_keywords,
+    fence,
+    members,
+    read_name,
+)
 from worker.output.parsers.json_calls import JsonCalls
 from worker.output.parsers.literal import PYTHON
 from worker.output.parsers.quotes import has_lost_argument
@@ -27,6 +36,14 @@ class PythonCalls:
     def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
         r = ctx.r
         char = yield from r.space()
+        if is_fenced := self.bare and (yield from fence(ctx, hit)):
+            char = yield from r.space()
+        yield from self._list(ctx, hit, char)
+        if is_fenced:
+            yield from end_fence(ctx)
+
+    def _list(self, ctx: ParserContext, hit: str, char: str) -> Steps[None]:
+        r = ctx.r
         is_list = char == "["
         if is_list:
             r.take(1)
