@@ -37,10 +37,11 @@ FENCE: Final = "```"
 _FENCES: Final = markers(FENCE)
 _LANGUAGES: Final = markers("json", "JSON", "python", "tool_call", "tool_calls", "tool_code")
 _NOT_IN_KEYS: Final = tuple("\"'{}[](),<")
-# Matches what may follow arguments and be no text: spaces, and brackets that are too many.
+# Match brackets that are too many after arguments, or after a whole call in JSON, and as group 1 what begins a further
+# argument there.
+_ARGUMENT_LEFT: Final = re.compile(r"[\s\]})]*([,;:\"'])?")
+FIELD_LEFT: Final = re.compile(r"[\s\]})]*(?:,\s*([\"'])?)?")
 _AFTER_LIMIT: Final = 64
-_AFTER_ARGUMENTS: Final = re.compile(rf"[\s\]}})]{{0,{_AFTER_LIMIT}}}")
-_CONTINUATIONS: Final = (",", ";", ":", '"', "'")
 _NAME = re.compile(r"[\w.\-:/@$]+")
 
 
@@ -257,15 +258,15 @@ def expect_end(r: MarkupReader) -> Steps[None]:
         raise Malformed
 
 
-def refuse_continuation(r: MarkupReader) -> Steps[None]:
+def refuse_continuation(r: MarkupReader, pattern: re.Pattern[str] = _ARGUMENT_LEFT) -> Steps[None]:
     """Raise `Malformed` if a further argument follows, where text may follow a call. Consumes nothing."""
     while True:
-        match = _AFTER_ARGUMENTS.match(r.buf, r.at)
+        match = pattern.match(r.buf, r.at, r.at + _AFTER_LIMIT)
         end = match.end() if match else r.at
         if end < len(r.buf) or r.ended or end - r.at == _AFTER_LIMIT:
             break
         yield
-    if end - r.at < _AFTER_LIMIT and r.buf[end : end + 1] in _CONTINUATIONS:
+    if match and match[1]:
         raise Malformed
 
 

@@ -6,6 +6,7 @@ from typing import Final
 
 from worker.output.parsers.call import (
     FENCE,
+    FIELD_LEFT,
     ParserContext,
     begin,
     end,
@@ -13,6 +14,7 @@ from worker.output.parsers.call import (
     fence,
     json_arguments,
     members,
+    refuse_continuation,
 )
 from worker.output.parsers.literal import scalar, value
 from worker.output.parsers.reader import Malformed, Steps, collected, markers
@@ -109,6 +111,7 @@ class JsonCalls:
         if not call.is_announced:
             self._announce(ctx, call)
             ctx.out.args(call.arguments or "{}")
+        yield from refuse_continuation(r, FIELD_LEFT)
         end(ctx)
 
     def _field(self, ctx: ParserContext, key: str, call: "_CallState") -> Steps[None]:

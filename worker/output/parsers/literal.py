@@ -37,6 +37,7 @@ _TOKEN = re.compile(r"[^\s,\[\](){}:=\"'<;]+")
 _NEXT_KEY: Final = re.compile(r"[\s;]+([^\W\d][\w.\-]*)\s*[:=](?![:=/])")
 _NEXT_KEY_BEGUN: Final = re.compile(r"[\s;]+(?:[^\W\d][\w.\-]*(?:\s*[:=]?))?")
 _NEXT_KEY_LIMIT: Final = 256
+_WORD_LIMIT: Final = 64
 _GAPS: Final = (" ", "\t", "\r", "\n", ";")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPES: Final = {"'": "'", "a": "\\u0007", "v": "\\u000b", "\n": "", "0": "\\u0000"}
@@ -261,8 +262,10 @@ def _bare(r: MarkupReader, dialect: LiteralSyntax) -> Steps[str]:
     """Read a value without quotes and return it as JSON: a number or word if it is one, else text."""
     ends = markers(*dialect.ends, *_GAPS, "<tool_call|>", "<end_function_call>")
     parts: list[str] = []
+    start = r.position
     while (yield from r.until(ends, parts.append, keep=True)) in _GAPS:
-        if (yield from _ends_word(r, "".join(parts).strip(), dialect)):
+        is_short = r.position - start <= _WORD_LIMIT
+        if (yield from _ends_word(r, "".join(parts).strip() if is_short else "", dialect)):
             break
         parts.append(r.take(1))
     word = "".join(parts).strip()
@@ -280,7 +283,10 @@ def _bare_json(word: str) -> str:
 
 
 def _ends_word(r: MarkupReader, word: str, dialect: LiteralSyntax) -> Steps[bool]:
-    """Return whether a key follows the space or semicolon here, so that a comma is missing. Consumes nothing."""
+    """Return whether a key follows the space or semicolon after `word`, so that a comma is missing. Consumes nothing.
+
+    `word` may be empty instead of a long text, which is no number.
+    """
     while True:
         begun = _NEXT_KEY_BEGUN.match(r.buf, r.at, r.at + _NEXT_KEY_LIMIT)
         if begun is None or begun.end() < len(r.buf) or r.ended or begun.end() - r.at == _NEXT_KEY_LIMIT:
