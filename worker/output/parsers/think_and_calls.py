@@ -10,7 +10,7 @@ from worker.output.parsers.events import ParsedOutput
 from worker.output.parsers.reader import Steps, markers
 
 # Maximum number of searches for a last call that begin in searched text. Each may cost as much as the whole text.
-_SEARCHES_MAX: Final = 16
+_SEARCHES_MAX: Final = 4
 # Markers of the end of a turn that are plain text in some vocabularies. They could be a user's own markup, so they
 # count only directly after a block.
 _PLAIN_END: Final = ("</s>", "<eos>", "<sep>", "</assistant>", "<end_of_sentence>")
