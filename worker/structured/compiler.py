@@ -27,7 +27,8 @@ from protocol.to_worker import Constraint, ConstraintKind
 from worker.errors import RequestInvalid
 from worker.output.encodable import encodable
 from worker.structured.schema_check import SchemaInvalid, check
-from worker.structured.schema_exact import bound, exact, loosened
+from worker.structured.schema_exact import bound, dangling, exact, loosened
+from worker.structured.schema_repair import modern, repaired
 
 Allowed = npt.NDArray[np.bool_]
 """`[vocab]`: which tokens may come next."""
@@ -207,11 +208,14 @@ class Grammars:
         return grammar
 
     def _make_loosely(self, constraint: Constraint, calls: str) -> CompiledGrammar:
-        """Compile as much of a schema as possible: all of it, all but some keywords, its shape, or any object."""
-        ways = list(loosened(_schema(constraint.text)))
-        for is_lenient, (schema, relaxed) in [(False, ways[0]), *((True, way) for way in ways)]:
+        """Compile as much of a schema as possible: all of it, all but its faults or some keywords, its shape, or any
+        object."""
+        schema = _schema(constraint.text)
+        without_faults, faults = repaired(schema, dangling(schema))
+        ways = [(False, schema, ()), *((True, way, (*faults, *lacks)) for way, lacks in loosened(without_faults))]
+        for is_lenient, way, relaxed in ways:
             try:
-                return self._make(_json_schema(schema, is_lenient=is_lenient), calls, relaxed)
+                return self._make(_json_schema(way, is_lenient=is_lenient), calls, relaxed)
             except GrammarFailed:
                 continue
         return self._make(_json('{"type": "object"}', _JSON_OPTIONS), calls, ("everything but an object",))
@@ -305,6 +309,7 @@ def _schema(text: str) -> dict[str, Any]:
     """Parse a JSON schema. Raises `GrammarFailed`."""
     with _refusing():
         schema: Any = json.loads(text)
+        schema = modern(cast(dict[str, Any], schema)) if isinstance(schema, dict) else schema
         check(schema)
         if isinstance(schema, bool):
             raise SchemaInvalid("it is not an object")

@@ -109,6 +109,16 @@ def _without(fields: dict[str, Any], keywords: frozenset[str], dropped: set[str]
     return kept
 
 
+def dangling(schema: Schema) -> frozenset[str]:
+    """Return the references of a schema that has passed `check` that point to no schema in it."""
+    walk = _Walk(is_exact=False)
+    try:
+        walk.schema(schema, ())
+    except SchemaInvalid:
+        return frozenset()
+    return frozenset(ref for ref in walk.references if walk.is_dangling(ref))
+
+
 def bound(schema: Schema) -> None:
     """Check that a schema which has passed `check` compiles in bounded time. Raises `SchemaInvalid`."""
     _Walk(is_exact=False).root(schema)
@@ -149,6 +159,16 @@ class _Walk:
         if self.is_exact:
             _make_exact(rewritten, _shown(path))
         return rewritten
+
+    def is_dangling(self, ref: str) -> bool:
+        """Return whether a reference, by path or by name, has no target."""
+        document, _, name = ref.partition("#")
+        if ref == "#" or "/" in name:
+            return self._target(ref) is None
+        named = {fields.get(key) for fields in self.places.values() for key in ("$anchor", "$dynamicAnchor")}
+        return (document not in {fields.get("$id", "") for fields in self.places.values()}) or (
+            bool(name) and name not in named
+        )
 
     def _check_references(self) -> None:
         """Refuse references to places without a schema: they would be compiled without checks and bounds."""

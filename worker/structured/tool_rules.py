@@ -5,8 +5,9 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from protocol.failures import Code
 from protocol.prompts import ChatPrompt
@@ -17,6 +18,9 @@ from worker.output.parsers.families import FAMILIES
 from worker.structured.compiler import CompiledGrammar
 from worker.structured.finish_early import EarlyFinish
 from worker.structured.guides import Prologue, Rule, Rules
+from worker.structured.schema_check import SchemaInvalid, check
+from worker.structured.schema_exact import dangling
+from worker.structured.schema_repair import modern, repaired
 from worker.structured.tool_grammar.build import CallGrammar, Calls, call_grammar, rest_of_call, strict_grammar
 from worker.structured.tool_grammar.heads import HEADS
 from worker.structured.tool_grammar.lark import MarkupTokens
@@ -48,7 +52,7 @@ class ToolRules:
         self._eos_ids = tuple(eos_ids)
         self._lock = threading.Lock()
         self._marks: MarkupTokens | None = None
-        self._compiled: OrderedDict[tuple[str, frozenset[str]], _CompiledCalls] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, frozenset[str], tuple[str, ...]], _CompiledCalls] = OrderedDict()
 
     def make(self, prompt: ChatPrompt, prompt_end: str, room: int) -> Rule | None:
         """Return the rule for an answer of `room` tokens; None if nothing is enforced. Raises `RequestInvalid`."""
@@ -72,7 +76,9 @@ class ToolRules:
         compiled = self._compile(
             lambda calls: call_grammar(self._family, calls, marks, prompt_end), calls, prompt.strict_tools
         )
-        return replace(answer, grammar=self._rules.grammars.compile(constraint, compiled.text))
+        grammar = self._rules.grammars.compile(constraint, compiled.text)
+        relaxed = tuple(dict.fromkeys((*compiled.grammar.relaxed, *grammar.relaxed)))
+        return replace(answer, grammar=replace(grammar, relaxed=relaxed))
 
     def _check_strict(self, prompt: ChatPrompt) -> None:
         """Refuse a strict tool whose schema cannot be enforced."""
@@ -135,9 +141,10 @@ class ToolRules:
         return by_marker
 
     def _compile(self, write: Callable[[Calls], CallGrammar], calls: Calls, strict: Sequence[str]) -> _CompiledCalls:
-        """Compile the grammar; if that fails, compile a grammar that enforces only the `strict` tools. Raises
-        `RequestInvalid`.
+        """Compile the grammar without the faults of schemas; if that fails, compile a grammar that enforces only the
+        `strict` tools. Raises `RequestInvalid`.
         """
+        calls, faults = _repaired(calls)
         written = write(calls)
         for name in written.unheld.intersection(strict):
             message = (
@@ -145,26 +152,27 @@ class ToolRules:
             )
             raise RequestInvalid(Code.INVALID_REQUEST, message, param="tools")
         # Equal texts may have different strict tools, and the fallback below depends on them.
-        key = (written.text, frozenset(strict))
+        key = (written.text, frozenset(strict), faults)
         with self._lock:
             if cached := self._compiled.get(key):
                 self._compiled.move_to_end(key)
                 return cached
         try:
-            compiled = self._try(written)
+            compiled = self._try(written, faults)
         except RequestInvalid as error:
             # A tool without `strict` stays usable if no grammar can enforce its schema.
             log.warning("tool calls are not constrained by their schemas: %s", error)
             loose = tuple(name for name in map(_name, calls.tools) if name not in strict)
-            compiled = self._try(write(replace(calls, loose_names=loose)))
+            compiled = self._try(write(replace(calls, loose_names=loose)), ("everything but an object",))
         with self._lock:
             self._compiled[key] = compiled
             if len(self._compiled) > _MAX_CACHED:
                 self._compiled.popitem(last=False)
         return compiled
 
-    def _try(self, written: CallGrammar) -> _CompiledCalls:
+    def _try(self, written: CallGrammar, relaxed: Sequence[str]) -> _CompiledCalls:
         grammar = self._rules.grammars.compile(Constraint(ConstraintKind.GRAMMAR, written.text, param="tools"))
+        grammar = replace(grammar, relaxed=(*relaxed, *grammar.relaxed))
         finish = EarlyFinish(self._encode, grammar.vocab_size, self._eos_ids, written.value_ends, written.ends)
         return _CompiledCalls(written.text, grammar, finish, finish.shortest(grammar.walk()))
 
@@ -185,6 +193,28 @@ class ToolRules:
 
 def _named(tools: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
     return [tool for tool in tools if not names or _name(tool) in names]
+
+
+def _repaired(calls: Calls) -> tuple[Calls, tuple[str, ...]]:
+    """Return the calls with tuples of older drafts and faults of schemas repaired, and the keywords at fault."""
+    tools: list[Mapping[str, Any]] = []
+    faults: set[str] = set()
+    for tool in calls.tools:
+        schema = tool["function"].get("parameters")
+        if isinstance(schema, dict):
+            schema, found = _repaired_schema(cast(dict[str, Any], schema))
+            faults.update(found)
+            tool = {**tool, "function": {**tool["function"], "parameters": schema}}
+        tools.append(tool)
+    return replace(calls, tools=tools), tuple(sorted(faults))
+
+
+def _repaired_schema(schema: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    schema = modern(schema)
+    with suppress(SchemaInvalid):
+        check(schema)
+        return repaired(schema, dangling(schema))
+    return schema, ()
 
 
 def _name(tool: Mapping[str, Any]) -> str:

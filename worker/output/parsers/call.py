@@ -11,9 +11,11 @@ from worker.output.parsers.literal import (
     LiteralSyntax,
     is_padded,
     is_string_start,
+    may_begin_key,
     padded,
     quoted,
     scalar,
+    separators,
     token,
     value,
 )
@@ -31,9 +33,15 @@ from worker.output.parsers.reader import (
 from worker.output.parsers.schema import STRING, Parameters, Tools, coerced_string, json_text
 
 NAME_LIMIT: Final = 256
-# A key that begins with one of these quotes may follow without a comma.
-_QUOTES: Final = ("'", '"')
+FENCE: Final = "```"
+_FENCES: Final = markers(FENCE)
+_LANGUAGES: Final = markers("json", "JSON", "python", "tool_call", "tool_calls", "tool_code")
 _NOT_IN_KEYS: Final = tuple("\"'{}[](),<")
+# Match brackets that are too many after arguments, or after a whole call in JSON, and as group 1 what begins a further
+# argument there.
+_ARGUMENT_LEFT: Final = re.compile(r"[\s\]})]*([,;:\"'])?")
+FIELD_LEFT: Final = re.compile(r"[\s\]})]*(?:,\s*([\"'])?)?")
+_AFTER_LIMIT: Final = 64
 _NAME = re.compile(r"[\w.\-:/@$]+")
 
 
@@ -44,6 +52,7 @@ class ParserContext:
     r: MarkupReader
     out: ParsedOutput
     tools: Tools
+    in_code: bool = False  # whether a fence has opened a block of code in the text
 
 
 class CallFormat(Protocol):
@@ -80,7 +89,8 @@ def attempt(ctx: ParserContext, form: CallFormat, hit: str, text: Emit) -> Steps
         else:
             raw = r.untrace()
             # A marker or bracket alone is ordinary text. With more text after it, it was probably an attempt at a call.
-            out.malformed += len(raw.rstrip()) > len(hit) + 1 if len(hit) > 1 else '"name"' in raw
+            is_marker = len(hit) > 1 and hit != FENCE
+            out.malformed += len(raw.rstrip()) > len(hit) + 1 if is_marker else '"name"' in raw
             text(raw)
     tail, r.trace = "".join(r.trace or ()), None
     if out.calls > before and (blank := tail[len(tail.rstrip()) :]):
@@ -154,28 +164,40 @@ def members(
     close: str = "}",
     separator: MarkerSet = markers(":"),  # noqa: B008 - immutable
 ) -> Steps[None]:
-    """Read `key: value` pairs up to `close`, and emit them as a JSON object. The opening bracket is already read."""
+    """Read `key: value` pairs up to `close`, and emit them as a JSON object. The opening bracket is already read.
+
+    A key is never emitted twice: the second one is `Malformed`.
+    """
     r = ctx.r
     emit("{")
-    is_first = True
+    keys: set[str] = set()
     while True:
         char = yield from r.space()
-        if char == "," and not is_first:
+        if keys and char and char in separators(dialect):
             r.take(1)
             char = yield from r.space()
-        elif char != close and not is_first and (char not in _QUOTES or close != "}"):
-            raise stray(char)
+        elif keys and char != close:
+            needs_comma = close != "}" and not dialect.bare
+            if needs_comma or not (yield from may_begin_key(r, char, dialect)):
+                raise stray(char)
         if char == close:
             r.take(1)
             emit("}")
             return
-        key = yield from _member_key(r, char, dialect, separator)
-        emit(("" if is_first else ", ") + quoted(key) + ": ")
-        is_first = False
+        key = yield from _member_key(r, params, char, dialect, separator)
+        if key in keys:
+            raise Malformed
+        emit((", " if keys else "") + quoted(key) + ": ")
+        keys.add(key)
+        if dialect.bare:
+            types = params.types(key)
+            dialect = dialect._replace(keys=frozenset(params.names.keys() - keys), is_text="string" in types)
         yield from _member_value(r, params, key, emit, dialect)
 
 
-def _member_key(r: MarkupReader, char: str, dialect: LiteralSyntax, separator: MarkerSet) -> Steps[str]:
+def _member_key(
+    r: MarkupReader, params: Parameters, char: str, dialect: LiteralSyntax, separator: MarkerSet
+) -> Steps[str]:
     if is_string_start(char, dialect):
         key = yield from collected(lambda emit: scalar(r, char, emit, dialect))
         yield from r.expect(separator)
@@ -184,10 +206,11 @@ def _member_key(r: MarkupReader, char: str, dialect: LiteralSyntax, separator: M
         raise Malformed
     # The key must not extend beyond the end of a broken call.
     key, hit = yield from r.capture(markers(*separator.words, *_NOT_IN_KEYS), NAME_LIMIT, keep=True)
-    if not key.strip() or hit not in separator.words:
+    key = key.strip()
+    if hit not in separator.words or not (key in params.names or len(key.split()) == 1):
         raise Malformed
     yield from r.literal(separator)
-    return key.strip()
+    return key
 
 
 def _member_value(r: MarkupReader, params: Parameters, key: str, emit: Emit, dialect: LiteralSyntax) -> Steps[None]:
@@ -208,6 +231,65 @@ def _member_value(r: MarkupReader, params: Parameters, key: str, emit: Emit, dia
         emit(coerced_string(text, types))
     else:
         emit(quoted(text) if types == STRING and not text.startswith("n") else text)
+
+
+def expect_keywords(r: MarkupReader, whole: re.Pattern[str], begun: re.Pattern[str]) -> Steps[None]:
+    """Look ahead and raise `Malformed` unless keyword arguments follow, as `whole` matches them; `begun` matches what
+    may still become such.
+    """
+    for size in range(2, NAME_LIMIT):
+        text = yield from r.peek(size)
+        if whole.match(text):
+            return
+        if len(text) < size or not begun.fullmatch(text):
+            break
+    raise Malformed
+
+
+def expect_end(r: MarkupReader) -> Steps[None]:
+    """Read brackets that are too many after arguments, and raise `Malformed` unless markup follows: other text may be a
+    further argument, which would be lost.
+    """
+    char = yield from r.space()
+    while char and char in "]})":
+        r.take(1)
+        char = yield from r.space()
+    if char and char not in "<`":
+        raise Malformed
+
+
+def refuse_continuation(r: MarkupReader, pattern: re.Pattern[str] = _ARGUMENT_LEFT) -> Steps[None]:
+    """Raise `Malformed` if a further argument follows, where text may follow a call. Consumes nothing."""
+    while True:
+        match = pattern.match(r.buf, r.at, r.at + _AFTER_LIMIT)
+        end = match.end() if match else r.at
+        if end < len(r.buf) or r.ended or end - r.at == _AFTER_LIMIT:
+            break
+        yield
+    if match and match[1]:
+        raise Malformed
+
+
+def fence(ctx: ParserContext, hit: str) -> Steps[bool]:
+    """Read the fence that opens a block of calls, if it comes next or is `hit`; return whether there was one.
+
+    Raises `Malformed` if `hit` ends a block of code. Until a call is read, the block may be code.
+    """
+    if hit == FENCE:
+        ctx.in_code = not ctx.in_code
+        if not ctx.in_code:
+            raise Malformed
+    elif not (yield from ctx.r.literal(_FENCES)):
+        return False
+    yield from ctx.r.literal(_LANGUAGES)
+    return True
+
+
+def end_fence(ctx: ParserContext) -> Steps[None]:
+    """Read the fence that ends a block of calls, which was no code."""
+    ctx.in_code = False
+    yield from ctx.r.space()
+    yield from ctx.r.literal(_FENCES)
 
 
 def json_arguments(ctx: ParserContext, params: Parameters, emit: Emit | None = None) -> Steps[None]:

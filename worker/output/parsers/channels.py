@@ -13,6 +13,7 @@ from worker.output.parsers.call import (
     checked,
     drop,
     end,
+    expect_end,
     json_arguments,
 )
 from worker.output.parsers.reader import Malformed, Steps, markers
@@ -117,6 +118,7 @@ class _CallBody:
         name = checked(self.recipient.removeprefix("functions."))
         if char in ("{", '"'):
             yield from json_arguments(ctx, begin(ctx, name))
+            yield from expect_end(r)
         elif (yield from r.until(markers(*self.ends), drop, 0, keep=True)) or not (char or r.is_cut):
             begin(ctx, name)
             ctx.out.args("{}")

@@ -43,6 +43,7 @@ class ParsedOutput:
         self._held: list[str] = []
         self._tool: ToolCallDelta | None = None
         self._args: list[str] = []
+        self._brace = ""
         self._ids: set[str] = set()
         self.calls = 0
         self._has_content = False
@@ -111,20 +112,32 @@ class ParsedOutput:
         self.calls += 1
 
     def args(self, text: str) -> None:
+        """Add to the arguments of the call. A closing brace at their end is held until the call has ended."""
+        if text:
+            text, self._brace = (self._brace + text[:-1], "}") if text[-1] == "}" else (self._brace + text, "")
         if text:
             self._args.append(text)
             self._put(DeltaKind.TOOL_ARGS, text)
 
+    def _release_brace(self) -> None:
+        if self._brace:
+            self._args.append(self._brace)
+            self._put(DeltaKind.TOOL_ARGS, self._brace)
+            self._brace = ""
+
     def break_off(self, is_closable: bool) -> None:
-        """End a malformed call; add the missing brackets of its arguments if `is_closable`."""
-        missing = _missing("".join(self._args))
+        """End a malformed call; add the missing brackets of its arguments if `is_closable`. Otherwise the arguments
+        stay unclosed, even if only something after them is wrong: it may be a further argument."""
+        missing = _missing("".join([*self._args, self._brace]))
         if missing and is_closable:
             self.args(missing)
-        elif missing != "":
+        elif missing != "" or not is_closable:
             self.is_broken = True
+            self._brace = "" if missing == "" else self._brace
         self.end()
 
     def end(self) -> None:
+        self._release_brace()
         self._flush()
         if self._tool is not None:
             tool = ToolCallDelta(index=self._tool.index, call_id=self._tool.call_id)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from worker.output.parsers.call import CallFormat
+from worker.output.parsers.call import FENCE, CallFormat
 from worker.output.parsers.channels import HARMONY, Channels
 from worker.output.parsers.gemma import GemmaCalls
 from worker.output.parsers.json_calls import JsonCalls
@@ -133,7 +133,7 @@ _GRANITE_THINK = Think(
 )
 # The end of the list also ends a broken call.
 _PYTHON_MESSAGE = PythonCalls(ends=(")]",), bare=True)
-_XLAM = JsonCalls(("[TOOL_CALLS]", "<tool_call>", "```json", "[", "{"), ("</tool_call>", "```"), bare=True)
+_XLAM = JsonCalls(("[TOOL_CALLS]", "<tool_call>", FENCE, "[", "{"), ("</tool_call>",), bare=True)
 
 
 def _row(

@@ -4,15 +4,25 @@ import json
 from dataclasses import dataclass
 from typing import Final
 
-from worker.output.parsers.call import ParserContext, begin, end, json_arguments, members
+from worker.output.parsers.call import (
+    FENCE,
+    FIELD_LEFT,
+    ParserContext,
+    begin,
+    end,
+    end_fence,
+    fence,
+    json_arguments,
+    members,
+    refuse_continuation,
+)
 from worker.output.parsers.literal import scalar, value
 from worker.output.parsers.reader import Malformed, Steps, collected, markers
 
-_NAMES: Final = frozenset({"name", "tool_name", "function_name", "function"})
-_ARGUMENTS: Final = frozenset({"arguments", "parameters", "args", "params"})
+NAME_KEYS: Final = frozenset({"name", "tool_name", "function_name", "function"})
+ARGUMENT_KEYS: Final = frozenset({"arguments", "parameters", "args", "params"})
 _IDS: Final = frozenset({"id", "tool_call_id", "call_id"})
-_FENCES: Final = markers("```json", "```")
-_KNOWN: Final = _NAMES | _ARGUMENTS | _IDS | {"type"}
+_KNOWN: Final = NAME_KEYS | ARGUMENT_KEYS | _IDS | {"type"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,7 @@ class JsonCalls:
     def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
         r = ctx.r
         is_open, is_list, is_first = hit == "{", hit.endswith("["), True
+        is_fenced = hit == FENCE and (yield from fence(ctx, hit))
         while True:
             char = "{" if is_open else (yield from r.space())
             if char == "{":
@@ -42,8 +53,8 @@ class JsonCalls:
             elif char == "[" and is_first and not is_list:
                 r.take(1)
                 is_list = True
-            elif char == "`" and is_first and (yield from r.literal(_FENCES)):
-                continue
+            elif char == "`" and is_first and not is_fenced and (yield from fence(ctx, "")):
+                is_fenced = True
             elif char == "]" and is_list and not (is_first and self.bare):
                 r.take(1)
                 break
@@ -56,6 +67,8 @@ class JsonCalls:
                 raise Malformed
             else:
                 break
+        if is_fenced:
+            yield from end_fence(ctx)
         yield from self._close(ctx)
 
     def _close(self, ctx: ParserContext) -> Steps[None]:
@@ -98,11 +111,12 @@ class JsonCalls:
         if not call.is_announced:
             self._announce(ctx, call)
             ctx.out.args(call.arguments or "{}")
+        yield from refuse_continuation(r, FIELD_LEFT)
         end(ctx)
 
     def _field(self, ctx: ParserContext, key: str, call: "_CallState") -> Steps[None]:
         char = yield from ctx.r.space()
-        if key in _ARGUMENTS and call.arguments is None and not call.is_announced:
+        if key in ARGUMENT_KEYS and call.arguments is None and not call.is_announced:
             if char == "{" and call.name and not self.late:
                 self._announce(ctx, call, has_arguments=True)
                 ctx.r.take(1)
@@ -113,8 +127,8 @@ class JsonCalls:
             call.arguments = yield from collected(lambda emit: json_arguments(ctx, params, emit))
             return
         text = yield from collected(lambda emit: value(ctx.r, emit))
-        if key in _NAMES and text.startswith('"') and not call.name:
-            call.name = json.loads(text)
+        if key in NAME_KEYS and text.startswith('"') and not call.name:
+            call.name = ctx.tools.declared(json.loads(text).strip())
         elif key in _IDS and text not in ('""', "null") and text[0] not in "[{":
             call.call_id = json.loads(text) if text.startswith('"') else text
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from worker.output.parsers.quotes import ends_string
@@ -32,6 +33,12 @@ _OPENS: Final = {"[": "]", "(": ")", "{": "}"}
 # Characters of a string that need no conversion.
 _RUNS: Final = {quote: re.compile(rf"[^{quote}\\\x00-\x1f]+") for quote in "\"'"}
 _TOKEN = re.compile(r"[^\s,\[\](){}:=\"'<;]+")
+# Matches the next key of an object after a value without quotes, where the comma is missing.
+_NEXT_KEY: Final = re.compile(r"[\s;]+([^\W\d][\w.\-]*)\s*[:=](?![:=/])")
+_NEXT_KEY_BEGUN: Final = re.compile(r"[\s;]+(?:[^\W\d][\w.\-]*(?:\s*[:=]?))?")
+_NEXT_KEY_LIMIT: Final = 256
+_WORD_LIMIT: Final = 64
+_GAPS: Final = (" ", "\t", "\r", "\n", ";")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPES: Final = {"'": "'", "a": "\\u0007", "v": "\\u000b", "\n": "", "0": "\\u0000"}
 _HEX_ESCAPES: Final = {"x": 2, "u": 4, "U": 8}
@@ -40,12 +47,17 @@ _HEX_ESCAPES: Final = {"x": 2, "u": 4, "U": 8}
 class LiteralSyntax(NamedTuple):
     """Notation of values. `delimiter` quotes a raw string (Gemma). `bare` allows keys and values without quotes.
 
-    With `is_python`, the value is part of a Python call, whose strings may contain unescaped quotes.
+    With `is_python`, the value is part of a Python call, whose strings may contain unescaped quotes. A value without
+    quotes ends before one of `ends`, and where a comma is missing before a key: before one of `keys`, and unless it
+    `is_text`, before what looks like a key.
     """
 
     delimiter: str = ""
     bare: bool = False
     is_python: bool = False
+    ends: str = ",}]"
+    keys: frozenset[str] = frozenset()
+    is_text: bool = False
 
 
 LOOSE: Final = LiteralSyntax()
@@ -102,36 +114,57 @@ def value(r: MarkupReader, emit: Emit, dialect: LiteralSyntax = LOOSE) -> Steps[
     """Read one value of any depth and emit it as JSON. Python's tuples and sets become arrays.
 
     Missing and trailing commas are accepted; the output is strict JSON with one space after `,` and `:`. Raises
-    `Malformed`, possibly after a part was emitted.
+    `Malformed`, possibly after a part was emitted, also for a key that is written twice: parsers of JSON differ in
+    which of its values they keep.
     """
-    open_: list[tuple[str, str]] = []  # closing brackets of each open level, in the input and in the output
+    open_: list[_Level] = []
     want_value = True
     while want_value or open_:
         char = yield from r.space()
         if want_value:
             want_value = yield from _begin_value(r, char, emit, open_, dialect)
             continue
-        source, target = open_[-1]
-        if char == source:
+        level = open_[-1]
+        if char == level.source:
             r.take(1)
             open_.pop()
-            emit(target)
+            emit(level.target)
             continue
-        if char == ",":
+        if char and char in separators(dialect):
             r.take(1)
             char = yield from r.space()
-        elif target != "}" or char not in _RUNS:
+        elif level.target != "}" or not (yield from may_begin_key(r, char, dialect)):
             raise stray(char)
-        if char != source:
+        if char != level.source:
             emit(", ")
-            if target == "}":
-                yield from _key(r, emit, dialect, _levels(dialect, open_))
+            if level.target == "}":
+                yield from _key(r, emit, dialect, open_)
             want_value = True
 
 
-def _begin_value(
-    r: MarkupReader, char: str, emit: Emit, open_: list[tuple[str, str]], dialect: LiteralSyntax
-) -> Steps[bool]:
+@dataclass(slots=True)
+class _Level:
+    """Level of an open bracket: the brackets that close it in the input and in the output, and its keys so far."""
+
+    source: str
+    target: str
+    keys: set[str] = field(default_factory=set[str])
+
+
+def separators(dialect: LiteralSyntax) -> str:
+    """Return the characters that may separate members; models write Python's semicolons between values without
+    quotes."""
+    return ",;" if dialect.bare else ","
+
+
+def may_begin_key(r: MarkupReader, char: str, dialect: LiteralSyntax) -> Steps[bool]:
+    """Return whether a key may begin with `char`, where the comma before it is missing."""
+    if dialect.delimiter and char == "<":
+        return (yield from r.peek(len(dialect.delimiter))) == dialect.delimiter
+    return char in _RUNS or (dialect.bare and (char.isalpha() or char == "_"))
+
+
+def _begin_value(r: MarkupReader, char: str, emit: Emit, open_: list[_Level], dialect: LiteralSyntax) -> Steps[bool]:
     """Read a scalar, or enter a nested level; return whether a value must follow."""
     if char not in _OPENS or not char:
         yield from scalar(r, char, emit, dialect, _levels(dialect, open_))
@@ -148,48 +181,55 @@ def _begin_value(
     if char == "{":
         return (yield from _brace(r, following, emit, open_, dialect))
     emit("[")
-    open_.append((source, target))
+    open_.append(_Level(source, target))
     return True
 
 
-def _brace(r: MarkupReader, char: str, emit: Emit, open_: list[tuple[str, str]], dialect: LiteralSyntax) -> Steps[bool]:
+def _brace(r: MarkupReader, char: str, emit: Emit, open_: list[_Level], dialect: LiteralSyntax) -> Steps[bool]:
     """Read what follows a `{`: an object if the first item is a key, otherwise a Python set."""
     if dialect.bare:
         emit("{")
-        yield from _key(r, emit, dialect, "")
-        open_.append(("}", "}"))
+        open_.append(_Level("}", "}"))
+        yield from _key(r, emit, dialect, open_)
         return True
     if char in _OPENS:
         emit("[")
-        open_.append(("}", "]"))
+        open_.append(_Level("}", "]"))
         return True
-    levels = _levels(dialect, [*open_, ("}", "}")])
+    levels = _levels(dialect, [*open_, _Level("}", "}")])
     first = yield from collected(lambda emit: scalar(r, char, emit, dialect, levels, is_key=True))
     following = yield from r.space()
     if following == ":":
         r.take(1)
-        emit("{" + (first if first.startswith('"') else quoted(first)) + ": ")
-        open_.append(("}", "}"))
+        key = first if first.startswith('"') else quoted(first)
+        emit("{" + key + ": ")
+        open_.append(_Level("}", "}", {json.loads(key)}))
         return True
     emit("[" + first)
-    open_.append(("}", "]"))
+    open_.append(_Level("}", "]"))
     return False
 
 
-def _levels(dialect: LiteralSyntax, open_: list[tuple[str, str]]) -> str:
+def _levels(dialect: LiteralSyntax, open_: list[_Level]) -> str:
     """Return the closing brackets of a Python call, beginning with the call's own; "" if quotes are always escaped."""
-    return ")" + "".join(source for source, _ in open_) if dialect.is_python else ""
+    return ")" + "".join(level.source for level in open_) if dialect.is_python else ""
 
 
-def _key(r: MarkupReader, emit: Emit, dialect: LiteralSyntax, levels: str) -> Steps[None]:
+def _key(r: MarkupReader, emit: Emit, dialect: LiteralSyntax, open_: list[_Level]) -> Steps[None]:
     char = yield from r.space()
     if dialect.bare and not is_string_start(char, dialect):
         name, _ = yield from r.capture(_KEY_END, keep=True)
         key = quoted(name.strip())
     else:
+        levels = _levels(dialect, open_)
         key = yield from collected(lambda emit: scalar(r, char, emit, dialect, levels, is_key=True))
-    yield from r.expect(markers(":"))
-    emit((key if key.startswith('"') else quoted(key)) + ": ")
+        key = key if key.startswith('"') else quoted(key)
+    yield from r.expect(_BARE_KEY_END if dialect.bare else markers(":"))
+    name = json.loads(key)
+    if name in open_[-1].keys:
+        raise Malformed
+    open_[-1].keys.add(name)
+    emit(key + ": ")
 
 
 def scalar(
@@ -209,21 +249,54 @@ def scalar(
     elif char in _RUNS:
         yield from string(r, char, emit, levels, is_key)
     elif dialect.bare:
-        word = yield from collected(lambda emit: r.until(_BARE_END, emit, keep=True))
-        emit(_bare(word.strip()))
+        emit((yield from _bare(r, dialect)))
     else:
         emit(padded((yield from token(r))))
 
 
-_BARE_END: Final[MarkerSet] = markers(",", "}", "]", "<tool_call|>", "<end_function_call>")
-_KEY_END: Final[MarkerSet] = markers(":", ",", "}", "]")
+_KEY_END: Final[MarkerSet] = markers(":", "=", ",", "}", "]")
+_BARE_KEY_END: Final[MarkerSet] = markers(":", "=")
 
 
-def _bare(word: str) -> str:
+def _bare(r: MarkupReader, dialect: LiteralSyntax) -> Steps[str]:
+    """Read a value without quotes and return it as JSON: a number or word if it is one, else text."""
+    ends = markers(*dialect.ends, *_GAPS, "<tool_call|>", "<end_function_call>")
+    parts: list[str] = []
+    start = r.position
+    while (yield from r.until(ends, parts.append, keep=True)) in _GAPS:
+        is_short = r.position - start <= _WORD_LIMIT
+        if (yield from _ends_word(r, "".join(parts).strip() if is_short else "", dialect)):
+            break
+        parts.append(r.take(1))
+    word = "".join(parts).strip()
+    # A bracket inside of the word would make the next closing bracket its own.
+    if any(opening in word and closing in dialect.ends for opening, closing in _OPENS.items()):
+        raise Malformed
+    return _bare_json(word) or quoted(word)
+
+
+def _bare_json(word: str) -> str:
     try:
         return number(word)
     except Malformed:
-        return quoted(word)
+        return ""
+
+
+def _ends_word(r: MarkupReader, word: str, dialect: LiteralSyntax) -> Steps[bool]:
+    """Return whether a key follows the space or semicolon after `word`, so that a comma is missing. Consumes nothing.
+
+    `word` may be empty instead of a long text, which is no number.
+    """
+    while True:
+        begun = _NEXT_KEY_BEGUN.match(r.buf, r.at, r.at + _NEXT_KEY_LIMIT)
+        if begun is None or begun.end() < len(r.buf) or r.ended or begun.end() - r.at == _NEXT_KEY_LIMIT:
+            break
+        yield
+    match = _NEXT_KEY.match(r.buf, r.at, r.at + _NEXT_KEY_LIMIT)
+    if not match or match[1] in dialect.keys:
+        return match is not None
+    gap = match[0][: match.start(1) - match.start()]
+    return not dialect.is_text and ("\n" in gap or ";" in gap or bool(_bare_json(word)))
 
 
 def token(r: MarkupReader) -> Steps[str]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from worker.output.parsers.call import NAME_LIMIT, ParserContext, begin, checked, end, members
+from worker.output.parsers.call import FENCE, NAME_LIMIT, ParserContext, begin, checked, end, members
 from worker.output.parsers.json_calls import JsonCalls
 from worker.output.parsers.literal import quoted
 from worker.output.parsers.reader import Malformed, Steps, markers
@@ -15,12 +15,12 @@ _JSON: Final = JsonCalls((), bare=True)
 class LlamaCalls:
     """Notation of Llama 3. Other text after `<|python_tag|>` is code for a declared `python` or `code_interpreter`."""
 
-    starts: tuple[str, ...] = ("<|python_tag|>", "functools[", "{", "[")
+    starts: tuple[str, ...] = ("<|python_tag|>", "functools[", FENCE, "{", "[")
     ends: tuple[str, ...] = ()
 
     def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
         r = ctx.r
-        if hit != "<|python_tag|>" or (yield from r.space()) in ("{", "["):
+        if hit != "<|python_tag|>" or (yield from r.space()) in ("{", "[", "`"):
             yield from _JSON.calls(ctx, hit)
             return
         code = next((name for name in ("python", "code_interpreter", "ipython") if name in ctx.tools), "")

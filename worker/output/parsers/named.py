@@ -1,7 +1,8 @@
 """Calls as a name, followed by the arguments as one JSON object: Mistral, Kimi K2, DeepSeek, Solar, Functionary."""
 
+import json
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, cast
 
 from worker.output.parsers.call import (
     NAME_LIMIT,
@@ -10,11 +11,14 @@ from worker.output.parsers.call import (
     checked,
     drop,
     end,
+    expect_end,
     json_arguments,
     read_name,
+    refuse_continuation,
 )
-from worker.output.parsers.json_calls import JsonCalls
-from worker.output.parsers.reader import Malformed, Steps, markers
+from worker.output.parsers.json_calls import ARGUMENT_KEYS, NAME_KEYS, JsonCalls
+from worker.output.parsers.reader import Malformed, MarkupReader, Steps, markers
+from worker.output.parsers.schema import Parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class MistralCalls:
             if (yield from r.literal(markers("[ARGS]", "[CALL_ID]"))) == "[CALL_ID]":
                 call_id, _ = yield from r.capture(markers("[ARGS]"), NAME_LIMIT)
             yield from json_arguments(ctx, begin(ctx, checked(name), call_id.strip()))
+            yield from refuse_continuation(r)
             end(ctx)
             yield from r.space()
             if not (yield from r.literal(markers(*self.starts))):
@@ -101,12 +106,49 @@ class SectionCalls:
             header, _ = yield from r.capture(markers("\n", "{"), NAME_LIMIT, keep=True)
             yield from r.space()
             yield from r.literal(markers("```json"))
-        yield from json_arguments(ctx, begin(ctx, self._name(header, call_id), call_id))
+        name = ctx.tools.declared(self._name(header, call_id))
+        if ctx.tools and name not in ctx.tools:
+            yield from _undeclared(ctx, name, call_id)
+        else:
+            # A header that is not just the name is the call's id: Kimi K2's template writes it in the next prompt.
+            yield from json_arguments(ctx, begin(ctx, name, call_id or ("" if header.strip() == name else header)))
+        yield from expect_end(r)
         end(ctx)
 
     def _name(self, header: str, call_id: str) -> str:
         name = header.strip().removeprefix("functions.")
         return checked(name.rpartition(":")[0] or name if call_id and not self.id_separator else name)
+
+
+def _undeclared(ctx: ParserContext, name: str, call_id: str) -> Steps[None]:
+    """Read the arguments of a tool that is not declared. They are those of a declared one if they name it: Kimi K2
+    writes a made-up id in place of the name, and the name among the arguments (vllm#32146).
+    """
+    parts: list[str] = []
+    try:
+        yield from json_arguments(ctx, Parameters({}), parts.append)
+    except Malformed:
+        begin(ctx, name, call_id)
+        ctx.out.args("".join(parts))
+        raise
+    written: dict[str, Any] = json.loads("".join(parts))
+    inner = [key for key in NAME_KEYS if isinstance(written.get(key), str)]
+    inner_name = ctx.tools.declared(written[inner[0]]) if len(inner) == 1 else ""
+    if inner_name not in ctx.tools:
+        begin(ctx, name, call_id)
+        ctx.out.args("".join(parts))
+        return
+    del written[inner[0]]
+    params = begin(ctx, inner_name, call_id or name)
+    match list(written.items()):
+        case [(key, dict() as arguments)] if key in ARGUMENT_KEYS and key not in params.names:
+            written = cast("dict[str, Any]", arguments)
+        case _:
+            pass
+    r = MarkupReader()
+    r.push(json.dumps(written))
+    r.ended = True
+    yield from json_arguments(ParserContext(r, ctx.out, ctx.tools), params)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +163,8 @@ class TaggedJson:
         if (yield from ctx.r.space()) not in ("{", '"'):
             raise Malformed
         yield from json_arguments(ctx, begin(ctx, checked(name)))
+        yield from expect_end(ctx.r)
         end(ctx)
-        yield from ctx.r.space()
         yield from ctx.r.literal(markers(*self.ends))
 
 
@@ -142,4 +184,5 @@ class RecipientJson:
         if (yield from ctx.r.space()) != "{":
             raise Malformed
         yield from json_arguments(ctx, begin(ctx, name))
+        yield from refuse_continuation(ctx.r)
         end(ctx)

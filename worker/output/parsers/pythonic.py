@@ -3,13 +3,23 @@
 import re
 from dataclasses import dataclass
 
-from worker.output.parsers.call import NAME_LIMIT, ParserContext, begin, end, members, read_name
+from worker.output.parsers.call import (
+    ParserContext,
+    begin,
+    end,
+    end_fence,
+    expect_keywords,
+    fence,
+    members,
+    read_name,
+)
 from worker.output.parsers.json_calls import JsonCalls
 from worker.output.parsers.literal import PYTHON
+from worker.output.parsers.quotes import has_lost_argument
 from worker.output.parsers.reader import Malformed, MarkupReader, Steps, markers
 
 _NAME_START = re.compile(r"[^\W\d]")
-# Matches the beginning of keyword arguments.
+# Matches the beginning of keyword arguments. Tools take no arguments without names.
 _KEYWORDS = re.compile(r"\(\s*(?:\)|\w+\s*=[^=])")
 _KEYWORDS_BEGUN = re.compile(r"\(\s*(?:\w+\s*=?)?")
 
@@ -26,6 +36,14 @@ class PythonCalls:
     def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
         r = ctx.r
         char = yield from r.space()
+        if is_fenced := self.bare and (yield from fence(ctx, hit)):
+            char = yield from r.space()
+        yield from self._list(ctx, hit, char)
+        if is_fenced:
+            yield from end_fence(ctx)
+
+    def _list(self, ctx: ParserContext, hit: str, char: str) -> Steps[None]:
+        r = ctx.r
         is_list = char == "["
         if is_list:
             r.take(1)
@@ -62,21 +80,13 @@ class PythonCalls:
         name = yield from read_name(ctx.r)
         if (yield from ctx.r.peek()) != "(" or not _NAME_START.match(name):
             raise Malformed
+        name = ctx.tools.declared(name)
         if self.bare and ctx.tools and name not in ctx.tools:
             raise Malformed
-        yield from _keywords(ctx.r)
+        yield from expect_keywords(ctx.r, _KEYWORDS, _KEYWORDS_BEGUN)
         params = begin(ctx, name)
         ctx.r.take(1)
         yield from members(ctx, params, ctx.out.args, PYTHON, close=")", separator=markers("="))
+        if (yield from has_lost_argument(ctx.r)):
+            raise Malformed
         end(ctx)
-
-
-def _keywords(r: MarkupReader) -> Steps[None]:
-    """Look ahead and raise `Malformed` for arguments without names, which tools do not take."""
-    for size in range(2, NAME_LIMIT):
-        text = yield from r.peek(size)
-        if _KEYWORDS.match(text):
-            return
-        if len(text) < size or not _KEYWORDS_BEGUN.fullmatch(text):
-            break
-    raise Malformed

@@ -47,6 +47,19 @@ def ends_string(r: MarkupReader, levels: str, is_key: bool) -> Steps[bool]:
     return True
 
 
+def has_lost_argument(r: MarkupReader) -> Steps[bool]:
+    """Return whether a comma after a call is followed by something other than a call: an argument after its bracket.
+    Consumes nothing."""
+    at, char = yield from _skip(r, 0)
+    if char not in (",", ";"):
+        return False
+    at, char = yield from _skip(r, at + 1)
+    if char in ("", "]", "<"):
+        return False
+    at, name = yield from _word(r, at)
+    return not name or (yield from _char(r, at)) not in ("", "(")
+
+
 def _refuse_expression(r: MarkupReader, at: int, char: str) -> Steps[None]:
     """Raise `Malformed` for `"a" + b`, `"%s" % x` and `"a".join(b)`, whose values cannot be known."""
     if char != ".":

@@ -8,6 +8,7 @@ from urllib.parse import unquote
 
 from worker.output.parsers.literal import is_padded, number, quoted, value
 from worker.output.parsers.reader import Malformed, MarkupReader
+from worker.output.parsers.tool_names import declared_name
 
 Schema = Mapping[str, Any]
 Types = frozenset[str]
@@ -51,10 +52,8 @@ class Tools:
         return bool(self._schemas)
 
     def declared(self, name: str) -> str:
-        """Return the declared name for `name`. A template that lists tools as `name.*` makes models write the name
-        twice, as `name.name`."""
-        head, _, tail = name.partition(".")
-        return head if head == tail and head in self and name not in self else name
+        """Return the declared name that `name` stands for: see `declared_name`. Return `name` if there is none."""
+        return declared_name(name, self._schemas)
 
     def parameters(self, name: str) -> "Parameters":
         return Parameters(self._schemas.get(name, {}))

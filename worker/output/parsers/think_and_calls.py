@@ -1,11 +1,16 @@
 """Outer grammar of most models: text with reasoning and calls between markers."""
 
+import sys
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from protocol.from_worker import DeltaKind
 from worker.output.parsers.call import CallFormat, ParserContext, attempt
+from worker.output.parsers.events import ParsedOutput
 from worker.output.parsers.reader import Steps, markers
 
+# Maximum number of searches for a last call that begin in searched text. Each may cost as much as the whole text.
+_SEARCHES_MAX: Final = 4
 # Markers of the end of a turn that are plain text in some vocabularies. They could be a user's own markup, so they
 # count only directly after a block.
 _PLAIN_END: Final = ("</s>", "<eos>", "<sep>", "</assistant>", "<end_of_sentence>")
@@ -38,14 +43,14 @@ class MarkupGrammar:
     begins.
 
     `tool_ends_think` says when a call inside reasoning ends the reasoning: `always`, only at the beginning of a `line`,
-    or `never`, where the call is part of the reasoning.
+    or `last`: only a whole call to a declared tool with which the output ends. Other calls are part of the reasoning.
     """
 
     formats: tuple[CallFormat, ...] = ()
     think: Think | None = None
     drop: tuple[str, ...] = ()
     opening: CallFormat | None = None
-    tool_ends_think: Literal["always", "line", "never"] = "never"
+    tool_ends_think: Literal["always", "line", "last"] = "last"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +75,11 @@ class Conversation:
         self._by_start = {start: form for form in grammar.formats for start in form.starts}
         self._starts, self._ends = (grammar.think.starts, grammar.think.ends) if grammar.think else ((), ())
         self._content = markers(*self._starts, *self._ends, *grammar.drop, *self._by_start, *_END_OF_TURN)
-        calls = self._by_start if grammar.tool_ends_think != "never" else ()
+        calls = self._by_start if ctx.tools or grammar.tool_ends_think != "last" else ()
         self._reasoning = markers(*self._starts, *self._ends, *calls)
+        self._after_call = markers(*grammar.drop, *calls, *_END_OF_TURN)
+        # Up to where the text was searched for a last call in vain, and how often text before that may be searched.
+        self._searched, self._searches_left = 0, _SEARCHES_MAX
 
     def read(self, in_reasoning: bool) -> Steps[None]:
         """Parse the whole output. `in_reasoning` means that the prompt has opened the reasoning block."""
@@ -129,13 +137,48 @@ class Conversation:
                     yield from self._prefix()
                 else:
                     out.reasoning(hit)
-            elif self._grammar.tool_ends_think == "line" and out.in_reasoning and not out.is_line_start:
+            elif not (yield from self._may_end_reasoning(hit)):
                 out.reasoning(hit)
             elif (yield from attempt(ctx, self._by_start[hit], hit, out.reasoning)):
                 return
             elif not out.in_reasoning:
                 return  # `Verbatim` has ended the block
         out.end_reasoning()
+
+    def _may_end_reasoning(self, hit: str) -> Steps[bool]:
+        """Return whether a call that begins with `hit` would end the reasoning."""
+        if self._grammar.tool_ends_think == "last":
+            return (yield from self._is_last_call(hit))
+        is_inside = self._ctx.out.in_reasoning and not self._ctx.out.is_line_start
+        return self._grammar.tool_ends_think == "always" or not is_inside
+
+    def _is_last_call(self, hit: str) -> Steps[bool]:
+        """Look ahead and return whether the output ends with whole calls to declared tools, the first begun by `hit`.
+
+        Many models forget to end their reasoning before a call (vllm#35687); without the call, the turn would be empty.
+        """
+        r = self._ctx.r
+        if r.position <= self._searched:
+            if not self._searches_left:
+                return False
+            self._searches_left -= 1
+        return bool((yield from r.ahead(self._read_last_calls(hit), sys.maxsize)))
+
+    def _read_last_calls(self, hit: str) -> Steps[bool]:
+        r, tools = self._ctx.r, self._ctx.tools
+        scratch = ParserContext(r, ParsedOutput(str, keep_gap=False, trim_before_tool=False), tools)
+        try:
+            while hit:
+                if form := self._by_start.get(hit):
+                    yield from form.calls(scratch, hit)
+                begun = [event.tool for event in scratch.out.drain() if event.kind is DeltaKind.TOOL_BEGIN]
+                if not all(tool and tool.name in tools for tool in begun):
+                    return False
+                yield from r.space()
+                hit = yield from r.literal(self._after_call)
+            return not (yield from r.peek()) and not r.is_cut and scratch.out.calls > 0
+        finally:
+            self._searched = max(self._searched, r.position)
 
     def _prefix(self) -> Steps[None]:
         if self._grammar.think and (prefix := self._grammar.think.prefix):

@@ -15,7 +15,7 @@ PIECES = [
     "<tool_call>", "</tool_call>", "{", "}", "[", "]", '"', "'", "\\", "<think>", "</think>", "\n", " ", "<function=",
     "<parameter=", '"name": "f"', '"arguments": {', "<|", "|>", "[TOOL_CALLS]", "<|channel|>", "<|message|>", "call:f{",
     '<|"|>', "(", "=", ",", ":", "f(", "é", "<arg_key>", "</arg_key>", "<arg_value>", "```", "<|im_end|>",
-    '"name": "f\\ud83d"', '"id": "\\ud800"', '"id": "a"',
+    "```json\n", "functions.f:0", "call:f(a=1", ";", '"name": "f\\ud83d"', '"id": "\\ud800"', '"id": "a"',
 ]  # fmt: skip
 
 
@@ -67,6 +67,9 @@ HOSTILE = {
     "keys": "<|tool_call>call:f{" + "a:{" * 33_000,
     "tags": ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="f">' + "]<]minimax[>[<a>]<]minimax[>[</a>" * 2500,
     "quotes": '<|tool_call>f{a:<|"|>' + '<|"|>,a:' * 12_000,
+    "words": "<|tool_call>call:f{a:" + "x " * 50_000,
+    "words like keys": "<|tool_call>call:f{a:" + "x y z:" * 17_000,
+    "fences": "```json\n{" * 11_000,
     "headers": "<|start|>assistant<|channel|>analysis<|message|>" * 2000,
 }
 
@@ -84,6 +87,23 @@ def test_a_hostile_output_costs_no_more_than_its_length(family: str, name: str) 
     parser.finish()
     # Linear work takes a tenth of this; quadratic work takes minutes.
     assert time.process_time() - began < scaled(5, 2)
+
+
+@pytest.mark.parametrize("family", ["hermes", "glm47", "nemotron_v3", "mistral"])
+def test_considered_calls_in_reasoning_cost_no_more_than_their_length(family: str) -> None:
+    for call in (
+        '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\n',
+        "<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": \"<tool_call>{'name': 'f', 'arguments': {'a': '",
+        "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n",
+        "<tool_call>f\n<arg_key>a</arg_key><arg_value>",
+        '[TOOL_CALLS]f[ARGS]{"a": 1}',
+    ):
+        parser, raw = make_parser(family, tools=[{"name": "f"}], start_in_reasoning=True), (call * 2000)[:40_000] + "x"
+        began = time.process_time()
+        for at in range(0, len(raw), 64):
+            parser.feed(raw[at : at + 64])
+        parser.finish()
+        assert time.process_time() - began < scaled(5, 2)
 
 
 def test_deep_arguments_stop_at_a_depth_that_every_client_can_read() -> None:
