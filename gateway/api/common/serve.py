@@ -117,13 +117,13 @@ def begin(
     unknown: list[str],
     sequences: int = 1,
 ) -> tuple[ModelConfig, int]:
-    """Resolve the model of a request, choose its seed, and store both in the record.
+    """Resolve the model of a request, choose its seed, and store both in the record. A negative seed is a random one.
 
     Raises `ModelNotFound`, and `BadRequest` if the request has more sequences than can ever run.
     """
     model = begin_reading(services, record, name, unknown, sequences)
     # The seed is always reported, so that any answer can be reproduced.
-    seed = secrets.randbits(63) if asked_seed is None else asked_seed
+    seed = secrets.randbits(63) if asked_seed is None or asked_seed < 0 else asked_seed
     record.stream = is_stream
     record.headers = [(b"x-mlxd-seed", str(seed).encode()), *record.headers]
     return model, seed

@@ -1,0 +1,75 @@
+"""Fields that dialects share mean the same in each: a real gateway, and a worker that says what it is given."""
+
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.gateway.harness import Gateway, running
+from tests.support.pool import short_home
+
+pytestmark = pytest.mark.anyio
+
+Body = dict[str, Any]
+HI = [{"role": "user", "content": "hi"}]
+CHAT: Body = {"model": "m", "messages": HI}
+# Bodies of all generating routes, by path.
+BODIES: dict[str, Body] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"model": "m", "prompt": "hi"},
+    "/v1/messages": CHAT | {"max_tokens": 5},
+    "/v1/responses": {"model": "m", "input": "hi"},
+    "/api/chat": CHAT | {"stream": False},
+    "/api/generate": {"model": "m", "prompt": "hi", "stream": False},
+    "/infill": {"model": "m", "input_prefix": "a"},
+    "/completion": {"model": "m", "prompt": "hi"},
+}
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+async def gateway() -> AsyncGenerator[Gateway, None]:
+    with short_home() as home:
+        async with running(home, worker="seeing") as made:
+            yield made
+
+
+def asked(path: str, **fields: Any) -> Body:
+    """A body with these fields where the dialect has them."""
+    return BODIES[path] | ({"options": fields} if path.startswith("/api/") else fields)
+
+
+def text_of(body: Any) -> str:
+    match body:
+        case {"choices": [{"message": {"content": text}}]} | {"choices": [{"text": text}]} | {"response": text}:
+            return text
+        case {"message": {"content": text}} | {"content": [{"text": text}]} | {"content": str(text)}:
+            return text
+        case {"output": [{"content": [{"text": text}]}]}:
+            return text
+        case _:
+            raise AssertionError(body)
+
+
+def given(reply: httpx.Response) -> dict[str, Any]:
+    """What the worker was given."""
+    assert reply.status_code == 200, reply.text
+    return json.loads(text_of(reply.json()))
+
+
+@pytest.mark.parametrize("path", [path for path in BODIES if path != "/v1/messages"])
+async def test_a_negative_seed_is_a_random_one(gateway: Gateway, path: str) -> None:
+    drawn = [await gateway.client.post(path, json=asked(path, seed=seed)) for seed in (-1, -1, -(1 << 62))]
+    kept = await gateway.client.post(path, json=asked(path, seed=7))
+
+    seeds = [given(reply)["options"]["seed"] for reply in (*drawn, kept)]
+    assert len(set(seeds)) == 4
+    assert min(seeds) >= 0
+    assert seeds[-1] == 7
+    assert [int(reply.headers["x-mlxd-seed"]) for reply in (*drawn, kept)] == seeds
