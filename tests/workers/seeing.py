@@ -36,9 +36,7 @@ class Seeing(Scripted):
         options |= {name: getattr(chat, name) for name in ("must_call", "callable_tools", "thinking")}
         said = json.dumps({"messages": chat.messages, "media": media, "tools": chat.tools, "options": options})
         tokens = self.media_tokens(prompt)
-        images, audio = (
-            sum(TOKENS_OF_ONE for each in chat.media if each.kind == kind) for kind in ("image", "audio")
-        )
+        images, audio = (sum(TOKENS_OF_ONE for each in chat.media if each.kind == kind) for kind in ("image", "audio"))
         usage = Usage(3 + tokens, 0, 1, image_tokens=images, audio_tokens=audio)
         self.send(Accepted(request.rid, 3 + tokens))
         self.send_step([Delta(request.rid, text=said, token_ids=(1,), finish=Finish.STOP, usage=usage)])

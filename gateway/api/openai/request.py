@@ -228,6 +228,7 @@ _ALLOWED: Final = {
 TOOL_CHOICE: Final = {
     "anyOf": [
         {"enum": list(TOOL_MODES)},
+        typed(*TOOL_MODES),
         {**typed("function", function=NAMED), "required": ["type", "function"]},
         {**typed("function", name=TEXT), "required": ["type", "name"]},
         typed("allowed_tools", allowed_tools=_ALLOWED),

@@ -41,7 +41,7 @@ TOOL: Final = typed(
     parameters={"type": ["object", "null"]},
     strict={"type": ["boolean", "null"]},
 ) | {"required": ["type", "name"]}
-TOOL_CHOICE: Final = typed("function", "custom", "allowed_tools", name=TEXT)
+TOOL_CHOICE: Final = typed("auto", "none", "required", "function", "custom", "allowed_tools", name=TEXT)
 
 
 # Completion windows of background responses, in seconds; 0 runs at once.

@@ -73,3 +73,23 @@ async def test_a_negative_seed_is_a_random_one(gateway: Gateway, path: str) -> N
     assert min(seeds) >= 0
     assert seeds[-1] == 7
     assert [int(reply.headers["x-mlxd-seed"]) for reply in (*drawn, kept)] == seeds
+
+
+@pytest.mark.parametrize(("mode", "must_call", "shown"), [("auto", 0, 1), ("none", 0, 0), ("required", 1, 1)])
+async def test_a_tool_choice_may_be_an_object_with_a_mode(
+    gateway: Gateway, mode: str, must_call: int, shown: int
+) -> None:
+    function = {"name": "f", "parameters": {"type": "object"}}
+    choice = {"tool_choice": {"type": mode}}
+    chat = CHAT | choice | {"tools": [{"type": "function", "function": function}]}
+    response = BODIES["/v1/responses"] | choice | {"tools": [{"type": "function"} | function]}
+    replies = [
+        await gateway.client.post("/v1/chat/completions", json=chat),
+        await gateway.client.post("/v1/responses", json=response),
+    ]
+
+    for reply in replies:
+        seen = given(reply)
+        assert (seen["options"]["must_call"], len(seen["tools"])) == (must_call, shown)
+    # Clients of OpenAI's SDK know no such object in an answer.
+    assert replies[1].json()["tool_choice"] == mode

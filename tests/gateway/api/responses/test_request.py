@@ -208,6 +208,9 @@ def test_custom_and_namespace_tools_are_shown_as_functions() -> None:
         ("auto", False, (), ["f", "p", "ns__g"]),
         ("none", False, (), []),
         ("required", True, (), ["f", "p", "ns__g"]),
+        ({"type": "auto"}, False, (), ["f", "p", "ns__g"]),
+        ({"type": "none"}, False, (), []),
+        ({"type": "required"}, True, (), ["f", "p", "ns__g"]),
         ({"type": "function", "name": "f"}, True, ("f",), ["f", "p", "ns__g"]),
         ({"type": "custom", "name": "p"}, True, ("p",), ["f", "p", "ns__g"]),
         ({"type": "function", "name": "g", "namespace": "ns"}, True, ("ns__g",), ["f", "p", "ns__g"]),
@@ -237,6 +240,8 @@ def test_every_choice_among_tools(choice: Any, must: bool, callable_tools: tuple
         ({"tools": [FUNCTION], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
         ({"tools": [FUNCTION], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
+        ({"tool_choice": {"type": "required"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
     ],
 )
