@@ -26,7 +26,7 @@ from gateway.api.common.doc_hints import TEXT, words
 from gateway.api.common.drafts import SparsePrefill, Speculate, most_drafted, sparse_keep
 from gateway.api.common.extras import ExtrasSpec
 from gateway.api.common.refused_fields import REFUSED_FIELDS, SAMPLER_FIELDS, RefusedField, constraint_fields
-from gateway.api.common.sampling import first, sampling_values
+from gateway.api.common.sampling import sampling_values
 from gateway.api.common.thinking import of_config
 from gateway.api.openai.lowering import derive_seed
 from gateway.config.settings import ModelConfig, ThinkingDefaults
@@ -184,14 +184,10 @@ def lower_messages(
     """Lower a request. Raises `BadRequest`."""
     prompt, thinking = lower_prompt(request, model.thinking)
     stops = tuple(stop for stop in request.stop_sequences or () if stop)
-    defaults = model.sampling
     return Generate(
         next_rid(),
         prompt,
-        Sampling(
-            **sampling_values(request, defaults) | {"top_p": first(request.top_p or None, defaults.top_p, 1.0)},
-            seed=derive_seed(seed, 0),
-        ),
+        Sampling(**sampling_values(request, model.sampling), seed=derive_seed(seed, 0)),
         max_tokens=request.max_tokens,
         stop=stops,
         deadline_ms=deadline_ms,

@@ -22,7 +22,6 @@ ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 PROMPTS_MAX: Final = 4096
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
-TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=1 << 31)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(ge=REPETITION_PENALTY_MIN, le=REPETITION_PENALTY_MAX)]
@@ -145,7 +144,7 @@ class SamplingFields(SamplerFields, frozen=True, kw_only=True):
     seed: Seed | None = None
     stop: Stop | None = None
     temperature: Temperature | None = None
-    top_p: TopP | None = None
+    top_p: Unit | None = None
     top_k: TopK | None = None
     min_p: Unit | None = None
     presence_penalty: Penalty | None = None

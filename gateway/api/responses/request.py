@@ -23,7 +23,6 @@ from gateway.api.openai.request import (
     Temperature,
     Tokens,
     TopK,
-    TopP,
     Unit,
 )
 from gateway.errors import BadRequest, Unsupported, invalid_choice
@@ -213,7 +212,7 @@ class ResponsesRequest(InputTokensRequest, frozen=True, kw_only=True):
     max_output_tokens: Tokens | None = None
     max_tool_calls: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
     temperature: Temperature | None = None
-    top_p: TopP | None = None
+    top_p: Unit | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None

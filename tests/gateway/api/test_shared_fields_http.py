@@ -93,3 +93,10 @@ async def test_a_tool_choice_may_be_an_object_with_a_mode(
         assert (seen["options"]["must_call"], len(seen["tools"])) == (must_call, shown)
     # Clients of OpenAI's SDK know no such object in an answer.
     assert replies[1].json()["tool_choice"] == mode
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_top_p_of_zero_reaches_the_worker(gateway: Gateway, path: str) -> None:
+    reply = await gateway.client.post(path, json=asked(path, top_p=0))
+
+    assert given(reply)["options"]["top_p"] == 0

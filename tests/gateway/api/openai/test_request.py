@@ -186,7 +186,7 @@ def test_logprobs_of_chat_are_a_flag_and_a_count() -> None:
         ({"temperature": 2.1}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"min_p": 1.5}, "min_p"),
