@@ -1,15 +1,18 @@
 """Lowering of the messages and blocks of an Anthropic conversation to turns."""
 
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Any, Final, TypeVar
 
 import msgspec
 
-from gateway.api.anthropic.content_blocks import Block, MessageParam
+from gateway.api.anthropic.content_blocks import SHOWN, Block, MessageParam
 from gateway.api.anthropic.document_block import Part, document_parts, refuse_citations
 from gateway.api.common import canonical
 from gateway.api.common.canonical import Call, Content
-from gateway.errors import BadRequest, Unsupported
+from gateway.errors import BadRequest, Unsupported, missing_parameter
 from gateway.media.reference import IMAGE, by_base64, by_url
+
+T = TypeVar("T")
 
 # Claude Code's first system block begins with this text, followed by a value that changes with every session. The line
 # is removed, because the value would defeat the prefix cache.
@@ -42,11 +45,11 @@ def message_turns(message: MessageParam, where: str) -> list[dict[str, Any]]:
         case "user":
             return _user_turns(blocks, where)
         case "assistant":
-            return [_assistant_turn(blocks)]
+            return [_assistant_turn(blocks, where)]
         case "system":
-            # Blocks of other types announce changes of tools, which are also in the request's list of tools.
-            texts = [block.text or "" for block in blocks if block.type == "text"]
-            return [canonical.system(JOINT.join(texts))]
+            # Blocks that are left out announce changes of tools, which are also in the request's list of tools.
+            shown = [(index, block) for index, block in enumerate(blocks) if block.type in SHOWN]
+            return [canonical.system(JOINT.join(_only_text(block, f"{where}.content.{at}") for at, block in shown))]
         case role:
             raise BadRequest(f"{where}.role: {role[:40]!r} is none of user, assistant, system.", f"{where}.role")
 
@@ -68,19 +71,29 @@ def _user_turns(blocks: list[Block], where: str) -> list[dict[str, Any]]:
     return turns
 
 
-def _assistant_turn(blocks: list[Block]) -> dict[str, Any]:
+def left_out_blocks(messages: Iterable[MessageParam]) -> list[str]:
+    """Return the names of the types of blocks that are left out of the prompt."""
+    blocks = (block for message in messages if isinstance(message.content, list) for block in message.content)
+    return [f"messages.{kind}" for kind in dict.fromkeys(block.type for block in blocks) if kind not in SHOWN]
+
+
+def _assistant_turn(blocks: list[Block], where: str) -> dict[str, Any]:
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[Call] = []
-    for block in blocks:
+    for index, block in enumerate(blocks):
+        at = f"{where}.content.{index}"
         match block.type:
             case "thinking":
-                reasoning.append(block.thinking or "")
+                reasoning.append(_required(block.thinking, f"{at}.thinking"))
             case "tool_use":
                 arguments = msgspec.json.encode(block.input or {}).decode()
-                calls.append(Call(block.id or "", block.name or "", arguments))
+                calls.append(Call(block.id or "", _required(block.name, f"{at}.name"), arguments))
             case "text":
-                texts.append(block.text or "")
+                texts.append(_required(block.text, f"{at}.text"))
+            case kind if kind in SHOWN:
+                message = f"{at}: blocks of type {kind!r} do not belong in messages of the assistant."
+                raise BadRequest(message, at, "invalid_value")
             case _:
                 pass  # Redacted thinking and server tools are left out, because prompts have no form for them.
     return canonical.assistant(JOINT.join(texts), calls, JOINT.join(reasoning) or None)
@@ -100,8 +113,11 @@ def _content(block: Block, where: str) -> Content:
         case list(blocks):
             parts = [part for index, inner in enumerate(blocks) for part in _parts(inner, f"{where}.content.{index}")]
             return canonical.content(parts, JOINT)
-        case _:
+        case None if block.text is None:
             return ""
+        case _:
+            param = f"{where}.content"
+            raise BadRequest(f"{param}: expected text or a list of blocks.", param, "invalid_value")
 
 
 def _parts(block: Block, where: str) -> list[Part]:
@@ -135,11 +151,25 @@ def _image(block: Block, where: str) -> dict[str, Any]:
 def _text(block: Block, where: str) -> str:
     match block.type:
         case "text":
-            return block.text or ""
+            return _required(block.text, f"{where}.text")
         case "search_result":
-            text = canonical.only_text(_content(block, where), where)
-            return f"{block.title or ''}\n{block.source or ''}\n{text}".strip()
+            return _search_result(block, where)
         case "tool_reference":
-            return f"Tool available: {block.tool_name or ''}"
+            return f"Tool available: {_required(block.tool_name, f'{where}.tool_name')}"
         case kind:
             raise Unsupported(f"{where}: content blocks of type {kind[:40]!r} are not supported.", where)
+
+
+def _search_result(block: Block, where: str) -> str:
+    _required(block.content, f"{where}.content")
+    if isinstance(block.source, dict):
+        param = f"{where}.source"
+        raise BadRequest(f"{param}: expected text.", param, "invalid_value")
+    text = canonical.only_text(_content(block, where), where)
+    return f"{block.title or ''}\n{block.source or ''}\n{text}".strip()
+
+
+def _required(value: T | None, param: str) -> T:
+    if value is None:
+        raise missing_parameter(param)
+    return value

@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 
 from gateway.api.anthropic.content_blocks import Block, MessageParam
 from gateway.api.anthropic.context_edits import ContextManagement, edited
-from gateway.api.anthropic.message_turns import message_turns, system_text
+from gateway.api.anthropic.message_turns import left_out_blocks, message_turns, system_text
 from gateway.api.common import canonical
 from gateway.api.common.canonical import (
     EFFORTS,
@@ -145,7 +145,7 @@ decode_count: Final = Schema(
 def decode_messages(body: bytes) -> tuple[MessagesRequest, list[str]]:
     """Decode a request. Returns it with the names of unknown fields. Raises `BadRequest`."""
     request, unknown = _messages.decode(body)
-    return request, unknown + _skipped_tools(request)
+    return request, unknown + _skipped_tools(request) + left_out_blocks(request.messages)
 
 
 def lower_prompt(request: CountRequest, default: ThinkingDefaults | None = None) -> tuple[ChatPrompt, ThinkingBudget]:

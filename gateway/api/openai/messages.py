@@ -61,7 +61,8 @@ def _assistant(message: RequestMessage, where: str, legacy: dict[str, str]) -> d
         legacy[function.name] = f"call_{len(legacy)}_{function.name}"
         calls.append(Call(legacy[function.name], function.name, arguments_text(function)))
     text = canonical.only_text(_content(message.content, where, NO_OPTIONS), where)
-    turn = canonical.assistant(text, calls, reasoning)
+    # An answer that refuses has its text in `refusal`, beside an empty content.
+    turn = canonical.assistant("\n".join(filter(None, (text, message.refusal))), calls, reasoning)
     return turn if message.name is None else {**turn, "name": message.name}
 
 
@@ -94,7 +95,9 @@ def _part(part: MessagePart, where: str, options: MediaOptions) -> str | dict[st
             raise missing_parameter(f"{where}.text")
         return part.text
     if part.type == "refusal":
-        return part.refusal or ""
+        if part.refusal is None:
+            raise missing_parameter(f"{where}.refusal")
+        return part.refusal
     if part.type in MEDIA_PARTS:
         return media_part(part, where, options)
     if part.type == "file":

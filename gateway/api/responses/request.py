@@ -58,7 +58,7 @@ class ContentPart(Struct, frozen=True, omit_defaults=True):
     hint: ClassVar = {
         "anyOf": [
             case(("text",), type={"enum": list(TEXT_PARTS)}, text=_TEXT),
-            case(type={"const": "refusal"}),
+            case(("refusal",), type={"const": "refusal"}, refusal=_TEXT),
             case(("image_url",), type={"const": "input_image"}, image_url=_TEXT),
             case(("video_url",), type={"const": "input_video"}, video_url=_TEXT),
             case(("input_audio",), type={"const": "input_audio"}, input_audio=AUDIO_DATA),

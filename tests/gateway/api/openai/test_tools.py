@@ -154,6 +154,14 @@ def test_calls_and_results_of_earlier_turns_are_what_templates_expect() -> None:
     ]
 
 
+def test_a_refusal_of_an_earlier_turn_is_its_text() -> None:
+    refusing = {"role": "assistant", "content": None, "refusal": "I cannot."}
+    parted = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+
+    said = prompt(messages=[*HI, refusing, *HI, parted, *HI]).messages
+    assert [said[1]["content"], said[3]["content"]] == ["I cannot.", "No."]
+
+
 def test_functions_of_old_are_tools_with_one_call() -> None:
     found = prompt(
         functions=[WEATHER],

@@ -97,6 +97,7 @@ def test_a_turn_of_codex_is_one_turn_of_the_assistant_and_its_results() -> None:
     ("sent", "read"),
     [
         ({"content": [{"type": "reasoning_text", "text": "full"}]}, "full"),
+        ({"content": "plain"}, "plain"),
         ({"encrypted_content": seal("sealed é")}, "sealed é"),
         ({"encrypted_content": "gAAAAABo", "summary": [{"type": "summary_text", "text": "sum"}]}, "sum"),
         ({"encrypted_content": "mlxd1.%%%"}, None),
