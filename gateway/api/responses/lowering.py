@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET
 
 from gateway.api.common import canonical
-from gateway.api.common.canonical import Call, Content
+from gateway.api.common.canonical import Call, Content, arguments_text
 from gateway.api.common.constraints import response_format
 from gateway.api.common.drafts import most_drafted, sparse_keep
 from gateway.api.common.prompt_cache import is_prewarm
@@ -262,7 +262,7 @@ def _call(item: InputItem, where: str) -> Call:
     call_id = _required(item.call_id, f"{where}.call_id")
     name = flat_name(_required(item.name, f"{where}.name"), item.namespace)
     if item.kind == "function_call":
-        return Call(call_id, name, item.arguments or "")
+        return Call(call_id, name, arguments_text(item.arguments))
     return Call(call_id, name, msgspec.json.encode({INPUT: _required(item.input, f"{where}.input")}).decode())
 
 

@@ -117,7 +117,7 @@ class InputItem(Struct, frozen=True, omit_defaults=True):
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
-    arguments: str | None = None
+    arguments: str | dict[str, Any] | None = None
     input: str | None = None
     output: str | list[ContentPart] | None = None
     summary: list[ContentPart] | UnsetType = UNSET

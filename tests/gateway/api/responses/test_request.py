@@ -203,6 +203,14 @@ def test_custom_and_namespace_tools_are_shown_as_functions() -> None:
     assert box.echo[3] == {"type": "web_search", "search_context_size": "low"}
 
 
+@pytest.mark.parametrize("arguments", [{"city": "Bern"}, '{"city": "Bern"}'])
+def test_arguments_of_an_earlier_call_are_text_or_an_object(arguments: Any) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+    [turn] = prompt(input=[call]).messages
+
+    assert turn["tool_calls"][0]["function"]["arguments"] == {"city": "Bern"}
+
+
 @pytest.mark.parametrize(
     ("choice", "must", "callable_tools", "shown"),
     [
