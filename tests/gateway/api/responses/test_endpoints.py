@@ -225,15 +225,6 @@ async def test_input_items_come_in_pages_the_newest_first(gateway: Gateway) -> N
         assert (await gateway.client.get(path, params=wrong)).status_code == 400
 
 
-async def test_arguments_that_are_an_object_are_listed_as_their_text(gateway: Gateway) -> None:
-    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": {"city": "Bern"}}
-    result = {"type": "function_call_output", "call_id": "c", "output": json.dumps(TEXT)}
-    made = await post(gateway, {"model": "m", "input": [call, result]})
-    page = (await gateway.client.get(f"{PATH}/{made['id']}/input_items", params={"order": "asc"})).json()
-
-    assert page["data"][0]["arguments"] == '{"city":"Bern"}'
-
-
 async def test_an_item_can_be_referred_to(gateway: Gateway) -> None:
     first = await post(gateway, asking(CALL, tools=[FUNCTION]))
     call = first["output"][1]
