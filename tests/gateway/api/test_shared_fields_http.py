@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from tests.gateway.harness import Gateway, running
+from tests.support.daemon import DEADLINE_S, DaemonProcess
 from tests.support.pool import short_home
 
 pytestmark = pytest.mark.anyio
@@ -100,3 +101,42 @@ async def test_a_top_p_of_zero_reaches_the_worker(gateway: Gateway, path: str) -
     reply = await gateway.client.post(path, json=asked(path, top_p=0))
 
     assert given(reply)["options"]["top_p"] == 0
+
+
+@pytest.fixture
+async def real(demo_daemon: DaemonProcess) -> AsyncGenerator[httpx.AsyncClient, None]:
+    """Served by the embedded model."""
+    async with httpx.AsyncClient(base_url=demo_daemon.url, timeout=DEADLINE_S) as client:
+        yield client
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("stop", ["<|im_start|>", "<|im_start|><|im_start|>"])
+async def test_a_stop_string_that_is_a_special_token_ends_the_answer(
+    real: httpx.AsyncClient, path: str, stop: str
+) -> None:
+    # The token with the id 1 is <|im_start|>, which has no text.
+    body = BODIES[path] | {"model": "demo", "max_tokens": 8, "stop": stop, "logit_bias": {"1": 100}}
+    answer = (await real.post(path, json=body)).json()
+
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert (choice.get("text") or choice.get("message", {}).get("content") or "") == ""
+    assert answer["usage"]["completion_tokens"] == len(stop) // len("<|im_start|>")
+    shown = (await real.post(path, json=body | {"include_stop_str_in_output": True})).json()["choices"][0]
+    assert (shown.get("text") or shown["message"]["content"]) == stop
+
+
+async def test_the_likeliest_token_is_that_of_a_top_p_of_zero(real: httpx.AsyncClient) -> None:
+    body = BODIES["/v1/completions"] | {"model": "demo", "max_tokens": 12}
+    cold, narrow, *drawn = [
+        (await real.post("/v1/completions", json=body | fields)).json()["choices"][0]["text"]
+        for fields in (
+            {"temperature": 0},
+            {"temperature": 2, "top_p": 0, "seed": 3},
+            *[{"temperature": 2, "seed": -1}] * 3,
+        )
+    ]
+
+    assert narrow == cold
+    assert len(set(drawn)) == 3
