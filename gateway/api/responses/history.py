@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from typing import Final, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from gateway.api.common.canonical import arguments_text
 from gateway.api.openai.message_part import AudioData
@@ -81,7 +81,7 @@ def _listed(item: InputItem) -> InputItem:
         return InputItem(status=item.status, call_id=item.call_id)
     if isinstance(item.arguments, dict):
         return msgspec.structs.replace(item, arguments=arguments_text(item.arguments))
-    return item
+    return item if item.summary is not None else msgspec.structs.replace(item, summary=UNSET)
 
 
 def with_stored_media(items: Sequence[InputItem], media: Sequence[Media]) -> list[InputItem]:

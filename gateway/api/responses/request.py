@@ -120,7 +120,7 @@ class InputItem(Struct, frozen=True, omit_defaults=True):
     arguments: str | dict[str, Any] | None = None
     input: str | None = None
     output: str | list[ContentPart] | None = None
-    summary: list[ContentPart] | UnsetType = UNSET
+    summary: list[ContentPart] | UnsetType | None = UNSET
     encrypted_content: str | None = None
 
     @property

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.config.settings import ModelConfig, SamplingDefaults
 from tests.gateway.harness import Gateway, running
 from tests.support.daemon import DEADLINE_S, DaemonProcess
 from tests.support.pool import short_home
@@ -101,6 +102,63 @@ async def test_a_top_p_of_zero_reaches_the_worker(gateway: Gateway, path: str) -
     reply = await gateway.client.post(path, json=asked(path, top_p=0))
 
     assert given(reply)["options"]["top_p"] == 0
+
+
+NO_STOPS = [path for path in BODIES if path != "/v1/responses"]
+
+
+@pytest.mark.parametrize("path", NO_STOPS)
+async def test_an_empty_stop_string_is_none(gateway: Gateway, path: str) -> None:
+    name = "stop_sequences" if path == "/v1/messages" else "stop"
+    stops: list[Any] = [None, [], [""], ["", "a"], *([""] if name == "stop" else [])]
+    replies = [await gateway.client.post(path, json=asked(path, **{name: stop})) for stop in stops]
+
+    assert [given(reply)["options"]["stop"] for reply in replies] == [["a"] if "a" in (s or "") else [] for s in stops]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/v1/chat/completions", "max_tokens"),
+        ("/v1/chat/completions", "max_completion_tokens"),
+        ("/v1/completions", "max_tokens"),
+        ("/v1/completions", "n_predict"),
+        ("/completion", "n_predict"),
+        ("/infill", "n_predict"),
+        ("/api/chat", "num_predict"),
+    ],
+)
+async def test_minus_one_is_no_limit_of_tokens(path: str, name: str) -> None:
+    limited = ModelConfig(name="m", path="m", sampling=SamplingDefaults(max_tokens=9))
+    with short_home() as home:
+        async with running(home, models=[limited], worker="seeing") as gateway:
+            silent = await gateway.client.post(path, json=asked(path))
+            endless = await gateway.client.post(path, json=asked(path, **{name: -1}))
+            wrong = await gateway.client.post(path, json=asked(path, **{name: -3}))
+
+    assert (given(silent)["options"]["max_tokens"], given(endless)["options"]["max_tokens"]) == (9, None)
+    assert wrong.status_code == 400
+
+
+async def test_null_is_no_summary_on_responses(gateway: Gateway) -> None:
+    items = [
+        {"type": "reasoning", "summary": None, "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "b"},
+    ]
+    body = {"model": "m", "input": items, "reasoning": {"summary": None, "effort": None}}
+    reply = await gateway.client.post("/v1/responses", json=body)
+
+    assert given(reply)["messages"][0]["reasoning_content"] == "hm"
+    listed = (await gateway.client.get(f"/v1/responses/{reply.json()['id']}/input_items")).json()["data"]
+    assert "summary" not in listed[-1]
+
+
+async def test_an_empty_effort_is_refused_by_ollamas_api_as_there(gateway: Gateway) -> None:
+    reply = await gateway.client.post("/api/chat", json=BODIES["/api/chat"] | {"think": ""})
+
+    assert reply.status_code == 400
+    assert reply.json()["error"].startswith("Invalid value for 'think'")
 
 
 @pytest.fixture
