@@ -420,7 +420,8 @@ class Intake:
     def _room(self, prompt_tokens: int, request: Generate) -> int:
         """Return the maximum number of tokens to generate: the requested number, or the rest of the context."""
         left = self.max_context - prompt_tokens
-        if left < 1:
+        # A prompt to which nothing is generated may take all of the context.
+        if left < (request.max_tokens != 0 or bool(request.questions)):
             raise self._too_long(prompt_tokens, request.prompt)
         return left if request.max_tokens is None else min(left, request.max_tokens)
 

@@ -198,3 +198,13 @@ async def test_the_likeliest_token_is_that_of_a_top_p_of_zero(real: httpx.AsyncC
 
     assert narrow == cold
     assert len(set(drawn)) == 3
+
+
+async def test_a_prompt_of_the_whole_context_is_scored(real: httpx.AsyncClient) -> None:
+    body = {"model": "small", "prompt": [5] * 256, "logprobs": 1, "echo": True}
+    scored = await real.post("/v1/completions", json=body | {"max_tokens": 0})
+    generated = await real.post("/v1/completions", json=body | {"max_tokens": 1})
+
+    assert scored.status_code == 200, scored.text
+    assert len(scored.json()["choices"][0]["logprobs"]["token_logprobs"]) == 256
+    assert (generated.status_code, generated.json()["error"]["code"]) == (400, "context_length_exceeded")
