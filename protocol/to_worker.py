@@ -27,8 +27,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """Sampling parameters. The gateway validates ranges; the worker validates ids against its vocabulary.
 
     Order: bias, penalties and limits of ids on logits, then temperature, top_n_sigma, min_p, top_k, top_p over the
-    remaining tokens (as in vLLM), typical_p, and XTC. At temperature 0 the best token is taken, regardless of the
-    filters. `repetition_penalty` applies to prompt and output (CTRL, arXiv:1909.05858); `presence_penalty` and
+    remaining tokens (as in vLLM), typical_p, and XTC. At temperature 0 or top_p 0 the best token is taken, regardless
+    of the filters. `repetition_penalty` applies to prompt and output (CTRL, arXiv:1909.05858); `presence_penalty` and
     `frequency_penalty` to the output only, as OpenAI defines them. `top_k` 0 and `top_p` 1 mean off. The token at
     output position p is drawn with a key derived from (seed, p) and nothing else.
     """

@@ -135,7 +135,7 @@ class SamplingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
     """Sampling defaults of requests. None means the model's own default, or the API's if the model has none."""
 
     temperature: Temperature | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(ge=REPETITION_PENALTY_MIN, le=REPETITION_PENALTY_MAX)] | None = None

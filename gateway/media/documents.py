@@ -9,7 +9,6 @@ import msgspec
 
 from gateway.config.settings import MediaConfig
 from gateway.errors import BadRequest
-from gateway.media.base64_data import invalid
 from gateway.media.in_flight_bytes import MediaLease
 from gateway.media.pdf_process import PdfOrder, PdfPageContent, PdfPages
 from gateway.media.pdf_reader import PdfReader
@@ -26,6 +25,7 @@ PDF_MARKER_WITHIN: Final = 1024
 # Text between two texts that are joined.
 JOINT: Final = "\n\n"
 NO_TEXT: Final = "(no text)"
+NOT_SHOWN: Final = "PDF, not shown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +56,57 @@ def has_documents(prompt: ChatPrompt) -> bool:
     return any(each.kind == DOCUMENT for each in prompt.media)
 
 
-async def with_pages(prompt: ChatPrompt, reading: DocumentReader) -> ChatPrompt:
-    """Return the prompt with its documents replaced by their pages. Raises `ApiError`.
+def past_documents(prompt: ChatPrompt) -> frozenset[int]:
+    """Return the indices of the documents before the newest message of the user.
 
-    Documents are read one after the other, so that a request that exceeds a limit ends early.
+    A client sends them again with each turn, so one that cannot be shown must not end the conversation: the model gets
+    a note in its place.
     """
-    pages: dict[int, list[PdfPageContent]] = {}
+    asked = [index for index, message in enumerate(prompt.messages) if message["role"] == "user"]
+    past = prompt.messages[: asked[-1] if asked else 0]
+    parts = [part for message in past if not isinstance(message["content"], str) for part in message["content"]]
+    return frozenset(part["media"] for part in parts if part["type"] == DOCUMENT)
+
+
+async def with_pages(prompt: ChatPrompt, reading: DocumentReader) -> tuple[ChatPrompt, list[str]]:
+    """Return the prompt with its documents replaced by their pages, and the paths of past documents that are not shown.
+
+    Documents are read one after the other, so that a request that exceeds a limit ends early: first the current ones,
+    then those of the past, the newest first, as long as there is room for their pictures. Raises `ApiError`.
+    """
+    pages: dict[int, list[PdfPageContent] | str] = {}
+    past = past_documents(prompt)
     pictures = sum(each.kind != DOCUMENT for each in prompt.media)
-    for index, medium in enumerate(prompt.media):
-        if medium.kind == DOCUMENT:
-            pages[index] = await _read(medium, reading, reading.settings.max_count - pictures)
-            pictures += len(pages[index])
-    size = sum(len(page.picture) for read in pages.values() for page in read)
-    return await reading.offload(size, partial(_Rewrite(prompt.media, pages).prompt, prompt))
+    documents = [index for index, medium in enumerate(prompt.media) if medium.kind == DOCUMENT]
+    for index in [*(at for at in documents if at not in past), *sorted(past, reverse=True)]:
+        document = prompt.media[index]
+        try:
+            pages[index] = read = await _read(document, reading, reading.settings.max_count - pictures)
+            pictures += len(read)
+        except _NotRead as error:
+            if index not in past:
+                raise BadRequest(f"'{document.param}': {error.reason}.", document.param, error.code) from None
+            pages[index] = error.reason
+    size = sum(len(page.picture) for read in pages.values() if not isinstance(read, str) for page in read)
+    not_shown = [prompt.media[index].param for index in documents if isinstance(pages[index], str)]
+    return await reading.offload(size, partial(_Rewrite(prompt.media, pages).prompt, prompt)), not_shown
+
+
+class _NotRead(Exception):
+    """Raised for a document that cannot be shown, with the reason."""
+
+    def __init__(self, reason: str, code: str = "invalid_document") -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.code = code
 
 
 async def _read(document: Media, reading: DocumentReader, pictures_max: int) -> list[PdfPageContent]:
+    """Return the pages of a document. Raises `_NotRead`, and `Unavailable` if other documents take too long."""
+    if not document.data:
+        raise _NotRead("it could not be read")
     if PDF not in document.data[:PDF_MARKER_WITHIN]:
-        raise invalid(document, "it is no PDF; send other files as text or as images")
+        raise _NotRead("it is no PDF; send other files as text or as images")
     order = PdfOrder(
         document.data,
         PAGES_MAX,
@@ -84,23 +117,22 @@ async def _read(document: Media, reading: DocumentReader, pictures_max: int) -> 
     )
     answer = await reading.pdfs.read(reading.lease.owner, document.digest, order)
     if not isinstance(answer, PdfPages):
-        if answer.has_too_many:
-            raise BadRequest(f"'{document.param}': {answer.reason}.", document.param, "too_many_media")
-        raise invalid(document, answer.reason)
+        raise _NotRead(answer.reason, "too_many_media" if answer.has_too_many else "invalid_document")
     if not reading.has_vision and not any(page.text for page in answer.pages):
-        message = (
-            f"'{document.param}': none of its {len(answer.pages)} pages has text, as in a scan, and the model "
-            f"{reading.model!r} takes no images."
-        )
-        raise BadRequest(message, document.param, "unsupported_modality")
+        count = len(answer.pages)
+        reason = f"none of its {count} pages has text, as in a scan, and the model {reading.model!r} takes no images"
+        raise _NotRead(reason, "unsupported_modality")
     reading.lease.grow(answer.size_bytes)
     return answer.pages
 
 
 class _Rewrite:
-    """Messages and media of a prompt while its documents are replaced. `pages` maps indices of `media` to pages."""
+    """Messages and media of a prompt while its documents are replaced.
 
-    def __init__(self, media: Sequence[Media], pages: Mapping[int, list[PdfPageContent]]) -> None:
+    `pages` maps indices of `media` to pages, or to the reason why the document is not shown.
+    """
+
+    def __init__(self, media: Sequence[Media], pages: Mapping[int, list[PdfPageContent] | str]) -> None:
         self._old = media
         self._pages = pages
         self._new: list[Media] = []
@@ -128,6 +160,9 @@ class _Rewrite:
         document, pages = self._old[part["media"]], self._pages[part["media"]]
         if part["heading"]:
             _add_text(parts, part["heading"])
+        if isinstance(pages, str):
+            _add_text(parts, f"[{NOT_SHOWN}: {pages}]")
+            return
         for number, page in enumerate(pages, 1):
             text = page.text or ("" if page.picture else NO_TEXT)
             _add_text(parts, f"Page {number} of {len(pages)}:\n{text}".rstrip())

@@ -5,7 +5,8 @@ import hashlib
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -89,25 +90,42 @@ class MediaReader:
     stored: Stored | None = None
 
 
-async def resolve(prompt: ChatPrompt, reading: MediaReader) -> ChatPrompt:
-    """Return the prompt with the bytes of all its media. Raises `ApiError`."""
+async def resolve(prompt: ChatPrompt, reading: MediaReader, optional: AbstractSet[int] = frozenset()) -> ChatPrompt:
+    """Return the prompt with the bytes of all its media. Raises `ApiError`.
+
+    A medium with one of the `optional` indices has no bytes if it cannot be read, or if there are too many: the newest
+    are read.
+    """
     references = cast(tuple[Reference, ...], prompt.media)
     limit = reading.settings.max_count
-    if len(references) > limit:
-        param = references[limit].param
-        raise too_many(len(references), limit, param)
+    required = [reference for index, reference in enumerate(references) if index not in optional]
+    if len(required) > limit:
+        raise too_many(len(required), limit, required[limit].param)
+    unread = frozenset(sorted(optional)[: max(0, len(references) - limit)])
     kept = await _stored(references, reading)
-    fetched = await _fetched(references, reading)
+    fetched = await _fetched(references, reading, optional)
     media: list[Media] = []
     # Digests of stored media that are already verified. A prompt may refer to the same medium often.
     hashed: set[bytes] = set()
     # Media are read one by one and counted as their bytes arrive, so that a request that exceeds a limit ends early.
     for index, reference in enumerate(references):
-        medium = await reading.offload(partial(_read, reference, index, kept, fetched, hashed, reading))
+        if index in unread:
+            media.append(_empty(reference))
+            continue
+        try:
+            medium = await reading.offload(partial(_read, reference, index, kept, fetched, hashed, reading))
+        except BadRequest:
+            if index not in optional:
+                raise
+            medium = _empty(reference)
         if index not in fetched and not reference.url.startswith(STORED):
             reading.lease.grow(len(medium.data))
         media.append(medium)
     return msgspec.structs.replace(prompt, media=tuple(media))
+
+
+def _empty(reference: Reference) -> Media:
+    return Media(reference.kind, digest_of(b""), b"", reference.options, reference.param)
 
 
 def too_many(count: int, limit: int, param: str) -> BadRequest:
@@ -137,6 +155,8 @@ def _read(
         return _stored_medium(reference, kept, hashed)
     elif reference.url[: len(_FILE)].lower() == _FILE:
         data = _file(reference, reading.settings.folders, limit_bytes)
+    elif not is_inline(reference):
+        raise invalid(reference, "it is neither a data URI nor a URL")
     else:
         data, frames = decode(reference, limit_bytes)
         options = options | {"frames": frames} if frames else options
@@ -161,33 +181,52 @@ def _is_remote(reference: Reference) -> bool:
     scheme = reference.url.partition(":")[0].lower()
     if reference.encoded or f"{scheme}:" in (DATA, _FILE) or reference.url.startswith(STORED):
         return False
-    if scheme in ("http", "https"):
-        return True
-    raise invalid(reference, "it is neither a data URI nor a URL")
+    return scheme in ("http", "https")
 
 
-async def _fetched(references: Sequence[Reference], reading: MediaReader) -> dict[int, bytes]:
+async def _fetched(
+    references: Sequence[Reference], reading: MediaReader, optional: AbstractSet[int]
+) -> dict[int, bytes]:
+    """Return the bytes behind URLs, by index. Those that are optional and cannot be fetched are left out."""
     remote = {index: reference for index, reference in enumerate(references) if _is_remote(reference)}
     if not remote:
         return {}
     if reading.settings.urls == "off":
         reason = "URLs are not fetched here; send the bytes as a data URI (operator: [media] urls)"
-        raise _not_fetched(next(iter(remote.values())), reason)
+        _check_optional(references, remote, optional, reason)
+        return {}
     at_once = asyncio.Semaphore(FETCHES_MAX)
 
-    async def fetch(reference: Reference) -> bytes:
+    async def fetch(index: int, reference: Reference) -> bytes | None:
         async with at_once:
-            return await _fetch(reference, reading)
+            try:
+                return await _fetch(reference, reading)
+            except BadRequest:
+                if index in optional:
+                    return None
+                raise
 
+    fetches: dict[int, asyncio.Task[bytes | None]] = {}
     try:
         async with asyncio.timeout(reading.settings.fetch_timeout_s), asyncio.TaskGroup() as tasks:
-            fetches = {index: tasks.create_task(fetch(reference)) for index, reference in remote.items()}
+            fetches |= {at: tasks.create_task(fetch(at, reference)) for at, reference in remote.items()}
     except TimeoutError:
+        late = [index for index, task in fetches.items() if task.cancelled()]
         reason = f"it took longer than {reading.settings.fetch_timeout_s:g} seconds"
-        raise _not_fetched(next(iter(remote.values())), reason) from None
+        _check_optional(references, late, optional, reason)
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
-    return {index: task.result() for index, task in fetches.items()}
+    ended = {index: task.result() for index, task in fetches.items() if not task.cancelled()}
+    return {index: data for index, data in ended.items() if data is not None}
+
+
+def _check_optional(
+    references: Sequence[Reference], missing: Iterable[int], optional: AbstractSet[int], reason: str
+) -> None:
+    """Raises `BadRequest` for the first medium that is missing and not optional."""
+    for index in missing:
+        if index not in optional:
+            raise _not_fetched(references[index], reason)
 
 
 async def _fetch(reference: Reference, reading: MediaReader) -> bytes:

@@ -5,13 +5,21 @@ from typing import Final
 
 from gateway.request.record import Header
 
+IGNORED: Final = b"x-mlxd-ignored"
 IGNORED_NAMES_MAX: Final = 20
 IGNORED_NAME_CHARS: Final = 40
 
 
 def ignored_header(names: Sequence[str]) -> list[Header]:
     """Return the header `x-mlxd-ignored`, which lists fields of the request that have no effect."""
-    return _names_header(b"x-mlxd-ignored", names)
+    return _names_header(IGNORED, names)
+
+
+def with_ignored(headers: Sequence[Header], names: Sequence[str]) -> list[Header]:
+    """Return headers whose `x-mlxd-ignored` lists these names too."""
+    values = [value for name, value in (*headers, *ignored_header(names)) if name == IGNORED]
+    others = [header for header in headers if header[0] != IGNORED]
+    return [*others, (IGNORED, b", ".join(values))] if values else others
 
 
 def relaxed_header(names: Sequence[str]) -> list[Header]:
@@ -46,4 +54,4 @@ def _names_header(header: bytes, names: Sequence[str]) -> list[Header]:
 
 def _header_safe(name: str) -> str:
     cut = name[:IGNORED_NAME_CHARS]
-    return "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "_" for c in cut) or "_"
+    return "".join(c if c.isascii() and (c.isalnum() or c in "_.-[]") else "_" for c in cut) or "_"

@@ -1,4 +1,4 @@
-"""A scripted worker that takes media, and answers with the messages and the media that it was given."""
+"""A scripted worker that takes media, and answers with the prompt, the media and the options that it was given."""
 
 import json
 import sys
@@ -26,16 +26,17 @@ class Seeing(Scripted):
 
     def generate(self, request: Generate) -> None:
         prompt = request.prompt
-        assert isinstance(prompt, ChatPrompt)
+        chat = prompt if isinstance(prompt, ChatPrompt) else ChatPrompt([])
         media: list[dict[str, Any]] = [
             {"kind": m.kind, "digest": m.digest.hex(), "data": m.data.hex(), "options": m.options, "param": m.param}
-            for m in prompt.media
+            for m in chat.media
         ]
-        said = json.dumps({"messages": prompt.messages, "media": media})
+        options = {name: getattr(request, name) for name in ("max_tokens", "stop", "thinking_budget")}
+        options |= msgspec.structs.asdict(request.sampling)
+        options |= {name: getattr(chat, name) for name in ("must_call", "callable_tools", "thinking")}
+        said = json.dumps({"messages": chat.messages, "media": media, "tools": chat.tools, "options": options})
         tokens = self.media_tokens(prompt)
-        images, audio = (
-            sum(TOKENS_OF_ONE for each in prompt.media if each.kind == kind) for kind in ("image", "audio")
-        )
+        images, audio = (sum(TOKENS_OF_ONE for each in chat.media if each.kind == kind) for kind in ("image", "audio"))
         usage = Usage(3 + tokens, 0, 1, image_tokens=images, audio_tokens=audio)
         self.send(Accepted(request.rid, 3 + tokens))
         self.send_step([Delta(request.rid, text=said, token_ids=(1,), finish=Finish.STOP, usage=usage)])

@@ -7,6 +7,7 @@ from protocol.from_worker import DeltaKind, Finish, TokenLogprob
 from worker.engine.row import HeldToken, Row, RowText
 from worker.output.detokenize import Vocabulary
 from worker.output.parsers.events import Event
+from worker.output.stops import without_marks
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,6 +44,9 @@ class OutputWriter:
             text = out.detokenizer.add(token)
             if token in self._controls:
                 _note_control(out, text, self._controls[token])
+            if out.marks and token in out.marks:
+                text += out.marks[token]
+                out.marked += 1
         elif out.includes_stop:
             text = out.detokenizer.add(token)
         if ended is not None:
@@ -95,14 +99,17 @@ class OutputWriter:
         out = row.text
         count = out.ready - out.sent
         text, out.pending = out.pending[:count], out.pending[count:]
-        known = max(0, min(out.resumed - out.sent, count))
+        count_known = max(0, min(out.resumed - out.sent, count))
         out.sent = out.ready
+        known, new = text[:count_known], text[count_known:]
+        if out.marks:
+            known, new = without_marks(known), without_marks(new)
         if out.parser is None:
-            return [Event(DeltaKind.TEXT, text[known:])] if text[known:] else []
+            return [Event(DeltaKind.TEXT, new)] if new else []
         was_reasoning = row.thinking.is_open
         if known:
-            out.parser.feed(text[:known])  # the client already has these events
-        events = out.parser.feed(text[known:]) if text[known:] else []
+            out.parser.feed(known)  # the client already has these events
+        events = out.parser.feed(new) if new else []
         if is_end:
             events += out.parser.finish(is_cut)
         row.thinking.is_open = out.parser.in_reasoning
@@ -140,6 +147,6 @@ def _note_control(out: RowText, text: str, content: str) -> None:
     if out.parser is None:
         return
     if text.endswith(content):
-        out.parser.note_control(out.seen + len(text) - len(content))
+        out.parser.note_control(out.seen - out.marked + len(text) - len(content))
     else:
         out.parser.ignore_controls()

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 import numpy as np
@@ -16,12 +16,12 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.models.cache import TokenBuffer
 
 from protocol.from_worker import TokenLogprob, Usage
-from protocol.to_worker import Sampling
+from protocol.to_worker import Generate, Sampling
 from worker.engine.questions import RowQuestions
 from worker.model.lora.adapters import Adapter
-from worker.output.detokenize import Detokenizer
+from worker.output.detokenize import Detokenizer, Vocabulary
 from worker.output.parsers.parser import Parser
-from worker.output.stops import StopScanner
+from worker.output.stops import StopScanner, marks_of
 from worker.prefix_cache.evictions import CacheLookup
 from worker.prefix_cache.prefix import Ticket
 from worker.sampling.penalties import NO_WORDS, BadWords
@@ -63,6 +63,10 @@ class RowText:
     detokenizer: Detokenizer
     stops: StopScanner
     includes_stop: bool = False
+    # Marks of the special tokens without text that stop strings name, by id, and the number of marks so far. All counts
+    # of characters include marks.
+    marks: dict[int, str] = field(default_factory=dict[int, str])
+    marked: int = 0
     parser: Parser | None = None
     # Whether the output ends with its first tool call.
     is_one_call: bool = False
@@ -74,6 +78,17 @@ class RowText:
     sent: int = 0
     pending: str = ""
     resumed: int = 0
+
+    @classmethod
+    def of(cls, request: Generate, prompt: Sequence[int], vocabulary: Vocabulary) -> Self:
+        """Return the text of a request's output behind its prompt."""
+        marks = marks_of(request.stop, vocabulary.hidden_names)
+        return cls(
+            vocabulary.detokenizer(prompt),
+            StopScanner(request.stop, marks, is_inclusive=request.includes_stop),
+            includes_stop=request.includes_stop,
+            marks={vocabulary.hidden_names[name]: mark for name, mark in marks.items()},
+        )
 
 
 @dataclass(slots=True, eq=False)

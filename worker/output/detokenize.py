@@ -44,11 +44,12 @@ class Vocabulary:
     def __init__(self, tokenizer: Any, visible: frozenset[str] = frozenset()) -> None:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._tokenizer = tokenizer
-        self.hidden = frozenset(
-            token
-            for token, entry in getattr(tokenizer, "added_tokens_decoder", {}).items()
-            if entry.special and entry.content not in visible
-        )
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        # Names and ids of hidden tokens.
+        self.hidden_names: dict[str, int] = {
+            entry.content: token for token, entry in added.items() if entry.special and entry.content not in visible
+        }
+        self.hidden = frozenset(self.hidden_names.values())
         self._spaces_stripped = 0
         self._table = self._byte_table() or self._piece_table()
 

@@ -1,11 +1,36 @@
 """Stop strings in generated text: no part of a stop string is ever emitted, regardless of how the text is split."""
 
+import re
 from array import array
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Final
 
 # Maximum number of stop strings with a cached table; several requests with the maximum of stop strings need fewer.
 _MAX_CACHED: Final = 256
+
+
+# A special token without text is scanned as a mark: a lone surrogate, which no text contains.
+_FIRST_MARK: Final = 0xD800
+_MARKS_MAX: Final = 0x800
+_MARKS: Final = re.compile("[\ud800-\udfff]")
+
+
+def marks_of(stops: Sequence[str], hidden: Mapping[str, int]) -> dict[str, str]:
+    """Return marks of the special tokens that stop strings name, by the tokens' names.
+
+    `hidden` has the names and ids of the special tokens that have no text.
+    """
+    if not stops:
+        return {}
+    named = [name for name in hidden if name and any(name in stop for stop in stops)]
+    # A name may contain a shorter one.
+    named.sort(key=len, reverse=True)
+    return {name: chr(_FIRST_MARK + at) for at, name in enumerate(named[:_MARKS_MAX])}
+
+
+def without_marks(text: str) -> str:
+    return _MARKS.sub("", text)
 
 
 class StopScanner:
@@ -18,13 +43,18 @@ class StopScanner:
 
     __slots__ = ("_held", "_is_inclusive", "_patterns", "_starts", "hit")
 
-    def __init__(self, stops: tuple[str, ...], *, is_inclusive: bool = False) -> None:
-        """`is_inclusive` also emits the stop string."""
+    def __init__(
+        self, stops: tuple[str, ...], marks: Mapping[str, str] | None = None, *, is_inclusive: bool = False
+    ) -> None:
+        """`marks` are characters of the scanned text that stand for names within stop strings. `is_inclusive` also
+        emits the stop string.
+        """
         self._is_inclusive = is_inclusive
         # Stop string that ended the text; empty until one does.
         self.hit = ""
-        self._patterns = [_Pattern(stop) for stop in stops if stop]
-        self._starts = {pattern.stop[0] for pattern in self._patterns}
+        scanned = {_marked(stop, marks or {}): stop for stop in stops} | {stop: stop for stop in stops}
+        self._patterns = [_Pattern(text, stop) for text, stop in scanned.items() if text]
+        self._starts = {pattern.text[0] for pattern in self._patterns}
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
@@ -33,10 +63,11 @@ class StopScanner:
             return text, False
         held = self._held + text
         for at, char in enumerate(text, len(self._held) + 1):
-            complete = [pattern.stop for pattern in self._patterns if pattern.advance(char)]
+            complete = [pattern for pattern in self._patterns if pattern.advance(char)]
             if complete:
-                self._held, self.hit = "", max(complete, key=len)
-                return held[: at if self._is_inclusive else at - len(self.hit)], True
+                longest = max(complete, key=lambda pattern: len(pattern.text))
+                self._held, self.hit = "", longest.stop
+                return held[: at - len(longest.text)] + (self.hit if self._is_inclusive else ""), True
         cut = len(held) - max((pattern.matched for pattern in self._patterns), default=0)
         self._held = held[cut:]
         return held[:cut], False
@@ -47,25 +78,34 @@ class StopScanner:
         return held
 
 
+def _marked(stop: str, marks: Mapping[str, str]) -> str:
+    for name, mark in marks.items():
+        stop = stop.replace(name, mark)
+    return stop
+
+
 class _Pattern:
-    """Stop string, and the length of its prefix that the text so far ends with (Knuth, Morris, Pratt 1977)."""
+    """Stop string, its form in scanned text, and the length of the prefix of this form that the text so far ends with
+    (Knuth, Morris, Pratt 1977).
+    """
 
-    __slots__ = ("_fallback", "matched", "stop")
+    __slots__ = ("_fallback", "matched", "stop", "text")
 
-    def __init__(self, stop: str) -> None:
+    def __init__(self, text: str, stop: str) -> None:
+        self.text = text
         self.stop = stop
         self.matched = 0
-        self._fallback = _fallback(stop)
+        self._fallback = _fallback(text)
 
     def advance(self, char: str) -> bool:
         """Process one character; return True if the stop string is complete."""
         matched = self.matched
-        while matched and (matched == len(self.stop) or self.stop[matched] != char):
+        while matched and (matched == len(self.text) or self.text[matched] != char):
             matched = self._fallback[matched]
-        if self.stop[matched] == char:
+        if self.text[matched] == char:
             matched += 1
         self.matched = matched
-        return matched == len(self.stop)
+        return matched == len(self.text)
 
 
 @lru_cache(maxsize=_MAX_CACHED)

@@ -37,7 +37,6 @@ from worker.errors import RequestInvalid
 from worker.model.loader import LoadedModel
 from worker.model.lora.adapters import Adapter, adapters_of
 from worker.output.detokenize import Vocabulary
-from worker.output.stops import StopScanner
 from worker.prompt.encode import PromptEncoder
 from worker.prompt.family import ModelFamily
 from worker.prompt.infill import InfillPrompts
@@ -154,11 +153,7 @@ class Intake:
             prompt=ids,
             sampling=self._sampling(request),
             max_tokens=self._room(len(ids), request) if questions is None else 1,
-            text=RowText(
-                self._vocabulary_of(request, is_chat=is_chat).detokenizer(ids),
-                StopScanner(request.stop, is_inclusive=request.includes_stop),
-                includes_stop=request.includes_stop,
-            ),
+            text=RowText.of(request, ids, self._vocabulary_of(request, is_chat=is_chat)),
             stats=RowStats(arrived),
             report=PromptReport(
                 echo=(text if text is not None else self.vocabulary.decode(ids)) if request.echo else "",
@@ -425,7 +420,8 @@ class Intake:
     def _room(self, prompt_tokens: int, request: Generate) -> int:
         """Return the maximum number of tokens to generate: the requested number, or the rest of the context."""
         left = self.max_context - prompt_tokens
-        if left < 1:
+        # A prompt to which nothing is generated may take all of the context.
+        if left < (request.max_tokens != 0 or bool(request.questions)):
             raise self._too_long(prompt_tokens, request.prompt)
         return left if request.max_tokens is None else min(left, request.max_tokens)
 

@@ -146,7 +146,8 @@ class _Plan:
         def column(values: list[float], dtype: mx.Dtype = mx.float32) -> mx.array:
             return mx.array(values, dtype=dtype)[:, None]
 
-        greedy = [row.temperature < _GREEDY_TEMPERATURE for row in rows]
+        # The filters leave one token to a top_p of 0; ties, which they keep, must not be drawn from.
+        greedy = [row.temperature < _GREEDY_TEMPERATURE or row.top_p <= 0 for row in rows]
         is_whole = [cold or not (row.top_k or row.top_p < 1) for row, cold in zip(rows, greedy, strict=True)]
         ranked = [row.top_k for row, whole in zip(rows, is_whole, strict=True) if not whole]
         return cls(

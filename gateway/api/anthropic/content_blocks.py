@@ -6,16 +6,15 @@ from msgspec import Struct
 
 from gateway.api.common.doc_hints import known, words
 
-BLOCKS: Final = (
-    *("text", "image", "document", "search_result", "tool_reference", "tool_use", "tool_result", "thinking"),
-    "redacted_thinking",
-)
+# Types of blocks that prompts have a form for.
+SHOWN: Final = ("text", "image", "document", "search_result", "tool_reference", "tool_use", "tool_result", "thinking")
+BLOCKS: Final = (*SHOWN, "redacted_thinking")
 
 
 class Block(Struct, frozen=True):
     """Content block of any type. Its `type` decides which of the fields apply."""
 
-    # Unknown types are an error in user messages, and are skipped in assistant messages.
+    # Other types than those shown are an error in user messages, and are left out of other messages.
     type: Annotated[str, known(*BLOCKS)]
     text: str | None = None
     id: str | None = None

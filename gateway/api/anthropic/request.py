@@ -8,14 +8,12 @@ from msgspec import Meta, Struct
 
 from gateway.api.anthropic.content_blocks import Block, MessageParam
 from gateway.api.anthropic.context_edits import ContextManagement, edited
-from gateway.api.anthropic.document_block import Part, document_parts, refuse_citations
+from gateway.api.anthropic.message_turns import left_out_blocks, message_turns, system_text
 from gateway.api.common import canonical
 from gateway.api.common.canonical import (
     EFFORTS,
     STOP_CHARS_MAX,
     STOPS_MAX,
-    Call,
-    Content,
     FunctionTool,
     ThinkingBudget,
     ToolMode,
@@ -26,20 +24,14 @@ from gateway.api.common.doc_hints import TEXT, words
 from gateway.api.common.drafts import SparsePrefill, Speculate, most_drafted, sparse_keep
 from gateway.api.common.extras import ExtrasSpec
 from gateway.api.common.refused_fields import REFUSED_FIELDS, SAMPLER_FIELDS, RefusedField, constraint_fields
-from gateway.api.common.sampling import first, sampling_values
+from gateway.api.common.sampling import sampling_values
 from gateway.api.common.thinking import of_config
 from gateway.api.openai.lowering import derive_seed
 from gateway.config.settings import ModelConfig, ThinkingDefaults
 from gateway.errors import BadRequest, Unsupported
-from gateway.media.reference import IMAGE, by_base64, by_url
 from protocol.prompts import ChatPrompt
 from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
 
-# Claude Code's first system block begins with this text, followed by a value that changes with every session. The line
-# is removed, because the value would defeat the prefix cache.
-VOLATILE_SYSTEM: Final = "x-anthropic-billing-header:"
-# Text between joined blocks and messages. With it, a list of texts gives the same prompt as one string.
-JOINT: Final = "\n\n"
 CHOICES: Final = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "tool": ToolMode.NAMED, "none": ToolMode.NONE}
 
 # Any value of these fields is accepted, because they request nothing from a local server.
@@ -153,17 +145,17 @@ decode_count: Final = Schema(
 def decode_messages(body: bytes) -> tuple[MessagesRequest, list[str]]:
     """Decode a request. Returns it with the names of unknown fields. Raises `BadRequest`."""
     request, unknown = _messages.decode(body)
-    return request, unknown + _skipped_tools(request)
+    return request, unknown + _skipped_tools(request) + left_out_blocks(request.messages)
 
 
 def lower_prompt(request: CountRequest, default: ThinkingDefaults | None = None) -> tuple[ChatPrompt, ThinkingBudget]:
     """Lower the prompt of a request. Raises `BadRequest`."""
     turns: list[dict[str, Any]] = []
-    system = _system(request.system)
+    system = system_text(request.system)
     if system:
         turns.append(canonical.system(system))
     for index, message in enumerate(edited(request.messages, request.context_management)):
-        turns += _turns(message, f"messages.{index}")
+        turns += message_turns(message, f"messages.{index}")
     tool_use = _tool_use(request)
     thinking = _thinking(request, of_config(default))
     _constraint(request)  # Token counting must reject an invalid constraint too.
@@ -184,14 +176,10 @@ def lower_messages(
     """Lower a request. Raises `BadRequest`."""
     prompt, thinking = lower_prompt(request, model.thinking)
     stops = tuple(stop for stop in request.stop_sequences or () if stop)
-    defaults = model.sampling
     return Generate(
         next_rid(),
         prompt,
-        Sampling(
-            **sampling_values(request, defaults) | {"top_p": first(request.top_p or None, defaults.top_p, 1.0)},
-            seed=derive_seed(seed, 0),
-        ),
+        Sampling(**sampling_values(request, model.sampling), seed=derive_seed(seed, 0)),
         max_tokens=request.max_tokens,
         stop=stops,
         deadline_ms=deadline_ms,
@@ -201,132 +189,6 @@ def lower_messages(
         most_drafted=most_drafted(request.speculate),
         sparse_keep=sparse_keep(request.sparse_prefill),
     )
-
-
-def _system(system: str | list[Block] | None) -> str:
-    if isinstance(system, str):
-        return _lasting(system)
-    texts = [_lasting(_only_text(block, f"system.{index}")) for index, block in enumerate(system or ())]
-    return JOINT.join(text for text in texts if text)
-
-
-def _only_text(block: Block, where: str) -> str:
-    return canonical.only_text(canonical.content(_parts(block, where), JOINT), where)
-
-
-def _lasting(text: str) -> str:
-    """Remove the first line of the system text if it differs between sessions."""
-    return text.partition("\n")[2].lstrip("\n") if text.startswith(VOLATILE_SYSTEM) else text
-
-
-def _turns(message: MessageParam, where: str) -> list[dict[str, Any]]:
-    """Lower one message to turns. Each tool result becomes a turn."""
-    blocks = [Block("text", message.content)] if isinstance(message.content, str) else message.content
-    match message.role:
-        case "user":
-            return _user_turns(blocks, where)
-        case "assistant":
-            return [_assistant_turn(blocks)]
-        case "system":
-            # Blocks of other types announce changes of tools, which are also in the request's list of tools.
-            texts = [block.text or "" for block in blocks if block.type == "text"]
-            return [canonical.system(JOINT.join(texts))]
-        case role:
-            raise BadRequest(f"{where}.role: {role[:40]!r} is none of user, assistant, system.", f"{where}.role")
-
-
-def _user_turns(blocks: list[Block], where: str) -> list[dict[str, Any]]:
-    turns: list[dict[str, Any]] = []
-    parts: list[Part] = []
-    for index, block in enumerate(blocks):
-        at = f"{where}.content.{index}"
-        if block.type != "tool_result":
-            parts += _parts(block, at)
-            continue
-        if parts:
-            turns.append(canonical.user(canonical.content(parts, JOINT)))
-            parts = []
-        turns.append(canonical.tool_result(block.tool_use_id or "", "", _result(block, at)))
-    if parts or not turns:
-        turns.append(canonical.user(canonical.content(parts, JOINT)))
-    return turns
-
-
-def _assistant_turn(blocks: list[Block]) -> dict[str, Any]:
-    texts: list[str] = []
-    reasoning: list[str] = []
-    calls: list[Call] = []
-    for block in blocks:
-        match block.type:
-            case "thinking":
-                reasoning.append(block.thinking or "")
-            case "tool_use":
-                arguments = msgspec.json.encode(block.input or {}).decode()
-                calls.append(Call(block.id or "", block.name or "", arguments))
-            case "text":
-                texts.append(block.text or "")
-            case _:
-                pass  # Redacted thinking and server tools are left out, because prompts have no form for them.
-    return canonical.assistant(JOINT.join(texts), calls, JOINT.join(reasoning) or None)
-
-
-def _result(block: Block, where: str) -> Content:
-    shown = _content(block, where)
-    if not block.is_error:
-        return shown
-    return f"Error: {shown}" if isinstance(shown, str) else [{"type": "text", "text": "Error:"}, *shown]
-
-
-def _content(block: Block, where: str) -> Content:
-    match block.content:
-        case str(text):
-            return text
-        case list(blocks):
-            parts = [part for index, inner in enumerate(blocks) for part in _parts(inner, f"{where}.content.{index}")]
-            return canonical.content(parts, JOINT)
-        case _:
-            return ""
-
-
-def _parts(block: Block, where: str) -> list[Part]:
-    """Lower a block to its texts and media."""
-    refuse_citations(block, where)
-    match block.type:
-        case "image":
-            return [_image(block, where)]
-        case "document":
-            return document_parts(block, where, _parts)
-        case _:
-            return [_text(block, where)]
-
-
-def _image(block: Block, where: str) -> dict[str, Any]:
-    source = block.source if isinstance(block.source, dict) else {}
-    match source:
-        case {"type": "base64", "data": str(data)}:
-            return by_base64(IMAGE, data, where)
-        case {"type": "url", "url": str(url)}:
-            return by_url(IMAGE, url, where)
-        case {"type": "file"}:
-            raise Unsupported(f"{where}: there are no uploaded files here; send the image as base64.", where)
-        case _:
-            param = f"{where}.source"
-            raise BadRequest(
-                f"{param}: an image's source is of type base64, with data, or url.", param, "invalid_value"
-            )
-
-
-def _text(block: Block, where: str) -> str:
-    match block.type:
-        case "text":
-            return block.text or ""
-        case "search_result":
-            text = canonical.only_text(_content(block, where), where)
-            return f"{block.title or ''}\n{block.source or ''}\n{text}".strip()
-        case "tool_reference":
-            return f"Tool available: {block.tool_name or ''}"
-        case kind:
-            raise Unsupported(f"{where}: content blocks of type {kind[:40]!r} are not supported.", where)
 
 
 def _tool_use(request: CountRequest) -> ToolPolicy:

@@ -44,6 +44,11 @@ class Call(Struct, frozen=True):
     arguments: str
 
 
+def arguments_text(given: str | dict[str, Any] | None) -> str:
+    """Return a call's arguments as JSON text, also if a client sends them as an object."""
+    return given if isinstance(given, str) else msgspec.json.encode(given or {}).decode()
+
+
 class FunctionTool(Struct, frozen=True):
     """A function the model may call; `parameters` is a JSON Schema."""
 

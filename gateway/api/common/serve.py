@@ -18,14 +18,14 @@ from gateway.http.request_body import read_body
 from gateway.http.sse import DEFAULT_PACE, EVENTS, EncodeProgress, StreamTiming, respond_stream, respond_whole
 from gateway.link.calls import CallRefused
 from gateway.link.wire import WorkerGone
-from gateway.media.documents import DocumentReader, has_documents, text_chars
+from gateway.media.documents import DocumentReader, has_documents, past_documents, text_chars
 from gateway.media.documents import with_pages as pages_of
 from gateway.media.modalities import check, likely_tokens, modalities
 from gateway.media.reference import DOCUMENT, IMAGE, Reference
 from gateway.media.resolve import MediaReader, Stored, is_inline, resolve
 from gateway.request.body_memory import LARGE_BYTES
 from gateway.request.generation import Generation
-from gateway.request.headers import ignored_header
+from gateway.request.headers import ignored_header, with_ignored
 from gateway.request.next_turns import has_next_turn
 from gateway.request.record import RequestRecord
 from gateway.services import Services
@@ -84,18 +84,22 @@ async def read_media(
         return services.bodies.work(cost, action)
 
     reading = MediaReader(services.config.media, record.media_lease, services.fetch, offload, stored)
-    return _recorded(record, await resolve(prompt, reading))
+    return _recorded(record, await resolve(prompt, reading, past_documents(prompt)))
 
 
 async def with_pages(services: Services, record: RequestRecord, model: ModelConfig, prompt: ChatPrompt) -> ChatPrompt:
-    """Return the prompt with its documents replaced by the texts and pictures of their pages. Raises `ApiError`."""
+    """Return the prompt with its documents replaced by the texts and pictures of their pages. Raises `ApiError`.
+
+    Those of earlier turns that are not shown are named in the answer's headers.
+    """
     if not has_documents(prompt):
         return prompt
     assert record.media_lease is not None, "the middleware makes one for each request"
     has_vision = IMAGE in modalities(model.path, services.view(model).ready)
     media, work = services.config.media, services.bodies.work
     reading = DocumentReader(media, record.media_lease, services.pdfs, model.name, has_vision, work)
-    read = await pages_of(prompt, reading)
+    read, not_shown = await pages_of(prompt, reading)
+    record.headers = with_ignored(record.headers, not_shown)
     # The texts of documents count like those of the body.
     record.encoded_bytes -= text_chars(read) - text_chars(prompt)
     return _recorded(record, read)
@@ -117,13 +121,13 @@ def begin(
     unknown: list[str],
     sequences: int = 1,
 ) -> tuple[ModelConfig, int]:
-    """Resolve the model of a request, choose its seed, and store both in the record.
+    """Resolve the model of a request, choose its seed, and store both in the record. A negative seed is a random one.
 
     Raises `ModelNotFound`, and `BadRequest` if the request has more sequences than can ever run.
     """
     model = begin_reading(services, record, name, unknown, sequences)
     # The seed is always reported, so that any answer can be reproduced.
-    seed = secrets.randbits(63) if asked_seed is None else asked_seed
+    seed = secrets.randbits(63) if asked_seed is None or asked_seed < 0 else asked_seed
     record.stream = is_stream
     record.headers = [(b"x-mlxd-seed", str(seed).encode()), *record.headers]
     return model, seed

@@ -44,7 +44,7 @@ class InfillRequest(SamplingFields, frozen=True, kw_only=True):
 
     @property
     def most_tokens(self) -> int | None:
-        return self.max_tokens if self.n_predict is None or self.n_predict < 0 else self.n_predict
+        return self.max_tokens if self.n_predict is None else self.n_predict
 
 
 _infill = Schema(InfillRequest, NO_ACTION, "input_extra", InfillFile, refused=_REFUSED)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from gateway.api.common import canonical
-from gateway.api.common.canonical import Call, Content, ThinkingBudget, ToolPolicy
+from gateway.api.common.canonical import Call, Content, ThinkingBudget, ToolPolicy, arguments_text
 from gateway.api.common.drafts import most_drafted, sparse_keep
 from gateway.api.common.thinking import of_config
 from gateway.api.ollama.conversation import ConversationTurn, read_context
@@ -20,7 +20,6 @@ from gateway.api.ollama.request import (
     OllamaChatRequest,
     OllamaTurn,
 )
-from gateway.api.openai.messages import arguments_text
 from gateway.api.openai.tools import lower_tool
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest, invalid_choice
@@ -177,7 +176,7 @@ class _ChatTurns:
         self._waiting[self._count] = call_id, name
         self._by_id.setdefault(call_id, deque()).append(self._count)
         self._by_name.setdefault(name, deque()).append(self._count)
-        return Call(call_id, name, arguments_text(spec.function))
+        return Call(call_id, name, arguments_text(spec.function.arguments))
 
     def _answered(self, message: OllamaTurn) -> str:
         """Return the id of the call that a result belongs to."""

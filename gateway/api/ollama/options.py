@@ -36,9 +36,7 @@ _REFUSED: Final = REFUSED_FIELDS | SAMPLER_FIELDS | constraint_fields("format", 
 
 
 class OllamaOptions(Struct, frozen=True):
-    """Options that have an effect or are refused. A negative limit means no limit, and a negative seed means a random
-    seed.
-    """
+    """Options that have an effect or are refused. A negative limit means no limit."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_k: Whole | None = None
@@ -62,8 +60,8 @@ class OllamaOptions(Struct, frozen=True):
 
     @property
     def wanted_seed(self) -> int | None:
-        """The requested seed; None means a random seed."""
-        return None if self.seed is None or self.seed < 0 else int(self.seed)
+        """The requested seed as a whole number; None if there is none."""
+        return None if self.seed is None else int(self.seed)
 
     def most_tokens(self, default: int | None) -> int | None:
         """Return the maximum number of tokens of the answer. None lets the answer continue up to the end of the

@@ -74,9 +74,9 @@ def lower_chat(
         raise BadRequest("The last message must be the assistant's to be continued.", "continue_final_message")
     if request.top_logprobs is not None and not request.logprobs:
         raise BadRequest("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
-    if request.token_limit == 0:
-        name = "n_predict" if request.max_tokens is None else "max_tokens"
-        raise BadRequest(f"Invalid value for '{name}': expected int >= 1.", name, "invalid_value")
+    for name in ("max_completion_tokens", "max_tokens", "n_predict"):
+        if getattr(request, name) == 0:
+            raise BadRequest(f"Invalid value for '{name}': expected int >= 1, or -1.", name, "invalid_value")
     tool_use, thinking = lower_tools(request), lower_thinking(request, model.thinking)
     max_tokens = request.token_limit if request.max_completion_tokens is None else request.max_completion_tokens
     is_prewarm_only = is_prewarm(request.prompt_cache_options)
@@ -99,7 +99,7 @@ def lower_completion(
     request: CompletionRequest, model: ModelConfig, next_rid: Callable[[], int], seed: int, deadline_ms: int = 0
 ) -> list[Generate]:
     """Lower a text completion, with OpenAI's default length. Raises `BadRequest`."""
-    max_tokens, is_silent = request.token_limit, request.max_tokens is None and request.n_predict is None
+    max_tokens = request.token_limit
     if max_tokens == 0 and not request.echo:
         raise BadRequest("'max_tokens' 0 needs 'echo': true.", "max_tokens", "invalid_value")
     return lower_texts(
@@ -108,7 +108,7 @@ def lower_completion(
         _prompts(request.prompt, request.suffix, adds_special=request.add_special_tokens is not False),
         next_rid,
         seed,
-        DEFAULT_MAX_TOKENS if is_silent and model.sampling.max_tokens is None else max_tokens,
+        DEFAULT_MAX_TOKENS if max_tokens is None and model.sampling.max_tokens is None else max_tokens,
         deadline_ms,
         top_logprobs=request.logprobs,
         echo=bool(request.echo),
@@ -139,12 +139,15 @@ def lower_texts(
     thinking_budget: int | None = None,
     prediction: str = "",
 ) -> list[Generate]:
-    """Make a `Generate` for each prompt and choice. The choices of a prompt are adjacent. Raises `BadRequest`."""
+    """Make a `Generate` for each prompt and choice. The choices of a prompt are adjacent.
+
+    A negative `max_tokens` means no limit, and None the model's default. Raises `BadRequest`.
+    """
     choices = request.n or 1
-    if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
+    most = model.sampling.max_tokens if max_tokens is None else max_tokens if max_tokens >= 0 else None
+    if max_tokens is not None and 0 <= max_tokens < (request.min_tokens or 0):
         raise BadRequest("'min_tokens' is more than 'max_tokens'.", "min_tokens", "invalid_value")
     constraint = lower_constraint(request, after_reasoning=isinstance(prompts[0], ChatPrompt))
-    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     bias = _biases(request.logit_bias or {})
     about = request if isinstance(request, PromptFields) else None
     truncate = (about.truncate_prompt_tokens or 0) if about is not None else 0
@@ -155,8 +158,8 @@ def lower_texts(
             next_rid(),
             prompts[index // choices],
             _sampling(request, model.sampling, bias, derive_seed(seed, index)),
-            max_tokens=model.sampling.max_tokens if max_tokens is None else max_tokens,
-            stop=stop,
+            max_tokens=most,
+            stop=request.stops,
             top_logprobs=top_logprobs,
             echo=echo,
             deadline_ms=_sooner(deadline_ms, request.timeout),

@@ -57,7 +57,7 @@ class MessagePart(Struct, frozen=True):
     hint: ClassVar = {
         "anyOf": [
             case(("text",), type={"enum": list(TEXT_PARTS)}, text={"type": "string"}),
-            case(type={"const": "refusal"}),
+            case(("refusal",), type={"const": "refusal"}, refusal={"type": "string"}),
             _media_case("image_url", "input_image", image_url=_LINKED),
             _media_case("image", image=_LINKED),
             _media_case("video_url", video_url=_LINKED),

@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from gateway.api.common import canonical
-from gateway.api.common.canonical import Call, Content, named_results
+from gateway.api.common.canonical import Call, Content, arguments_text, named_results
 from gateway.api.openai.media_parts import MEDIA_PARTS, NO_OPTIONS, MediaOptions, file_part, media_part
 from gateway.api.openai.message_part import TEXT_PARTS, MessagePart
-from gateway.api.openai.request import ROLES, CalledFunction, CallSpec, RequestMessage
+from gateway.api.openai.request import ROLES, CallSpec, RequestMessage
 from gateway.errors import BadRequest, Unsupported, invalid_choice, missing_parameter
 
 
@@ -59,9 +57,10 @@ def _assistant(message: RequestMessage, where: str, legacy: dict[str, str]) -> d
     if message.function_call is not None:
         function = message.function_call
         legacy[function.name] = f"call_{len(legacy)}_{function.name}"
-        calls.append(Call(legacy[function.name], function.name, arguments_text(function)))
+        calls.append(Call(legacy[function.name], function.name, arguments_text(function.arguments)))
     text = canonical.only_text(_content(message.content, where, NO_OPTIONS), where)
-    turn = canonical.assistant(text, calls, reasoning)
+    # An answer that refuses has its text in `refusal`, beside an empty content.
+    turn = canonical.assistant("\n".join(filter(None, (text, message.refusal))), calls, reasoning)
     return turn if message.name is None else {**turn, "name": message.name}
 
 
@@ -70,13 +69,7 @@ def _call(spec: CallSpec, where: str) -> Call:
         raise Unsupported(f"Calls of type {spec.type!r} are not supported on this endpoint.", f"{where}.type")
     if spec.function is None:
         raise missing_parameter(f"{where}.function")
-    return Call(spec.id, spec.function.name, arguments_text(spec.function))
-
-
-def arguments_text(function: CalledFunction) -> str:
-    """Return arguments as JSON text, even if a client sends them as an object."""
-    given = function.arguments
-    return given if isinstance(given, str) else msgspec.json.encode(given or {}).decode()
+    return Call(spec.id, spec.function.name, arguments_text(spec.function.arguments))
 
 
 def _content(content: str | list[MessagePart] | None, where: str, options: MediaOptions) -> Content:
@@ -94,7 +87,9 @@ def _part(part: MessagePart, where: str, options: MediaOptions) -> str | dict[st
             raise missing_parameter(f"{where}.text")
         return part.text
     if part.type == "refusal":
-        return part.refusal or ""
+        if part.refusal is None:
+            raise missing_parameter(f"{where}.refusal")
+        return part.refusal
     if part.type in MEDIA_PARTS:
         return media_part(part, where, options)
     if part.type == "file":

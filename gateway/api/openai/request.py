@@ -22,7 +22,6 @@ ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 PROMPTS_MAX: Final = 4096
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
-TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=1 << 31)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(ge=REPETITION_PENALTY_MIN, le=REPETITION_PENALTY_MAX)]
@@ -31,7 +30,9 @@ BiasText = Annotated[str, Meta(min_length=1, max_length=256), shape(TEXT)]
 Choices = Annotated[int, Meta(ge=1, le=16)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Tokens = Annotated[int, Meta(ge=1, le=1 << 40)]
-StopText = Annotated[str, Meta(min_length=1, max_length=STOP_CHARS_MAX)]
+# Maximum tokens of the answer; -1 means no limit but the context's, as in llama.cpp and LM Studio.
+TokenLimit = Annotated[int, Meta(ge=-1, le=1 << 40)]
+StopText = Annotated[str, Meta(max_length=STOP_CHARS_MAX)]
 Stop = StopText | Annotated[list[StopText], Meta(max_length=STOPS_MAX)]
 Effort = Annotated[str, Meta(max_length=32), words(*EFFORTS)]
 # A prompt may be one or more texts, or the token ids of one or more prompts.
@@ -138,14 +139,14 @@ class SamplingFields(SamplerFields, frozen=True, kw_only=True):
     model: str = ""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
-    # Maximum tokens of the answer; -1 means no limit. This is llama.cpp's field.
-    n_predict: Annotated[int, Meta(ge=-1, le=1 << 40)] | None = None
+    max_tokens: TokenLimit | None = None
+    # llama.cpp's name for the same.
+    n_predict: TokenLimit | None = None
     n: Choices | None = None
     seed: Seed | None = None
     stop: Stop | None = None
     temperature: Temperature | None = None
-    top_p: TopP | None = None
+    top_p: Unit | None = None
     top_k: TopK | None = None
     min_p: Unit | None = None
     presence_penalty: Penalty | None = None
@@ -171,10 +172,14 @@ class SamplingFields(SamplerFields, frozen=True, kw_only=True):
 
     @property
     def token_limit(self) -> int | None:
-        """Maximum number of tokens of the answer; None if the request sets no limit."""
-        if self.max_tokens is not None or self.n_predict is None:
-            return self.max_tokens
-        return self.n_predict if self.n_predict >= 0 else None
+        """Maximum number of tokens of the answer, -1 for no limit; None if the request does not say."""
+        return self.n_predict if self.max_tokens is None else self.max_tokens
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Return the stop strings that are not empty."""
+        texts = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return tuple(text for text in texts if text)
 
     @property
     def wants_usage(self) -> bool:
@@ -228,6 +233,7 @@ _ALLOWED: Final = {
 TOOL_CHOICE: Final = {
     "anyOf": [
         {"enum": list(TOOL_MODES)},
+        typed(*TOOL_MODES),
         {**typed("function", function=NAMED), "required": ["type", "function"]},
         {**typed("function", name=TEXT), "required": ["type", "name"]},
         typed("allowed_tools", allowed_tools=_ALLOWED),
@@ -262,7 +268,7 @@ class ChatCompletionRequest(PromptFields, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[RequestMessage], Meta(min_length=1)]
-    max_completion_tokens: Tokens | None = None
+    max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     reasoning_effort: Effort | None = None

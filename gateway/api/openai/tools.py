@@ -25,7 +25,7 @@ class _AllowedTools(Struct, frozen=True):
 
 
 class _ChoiceSpec(Struct, frozen=True):
-    """`{"type": "function", "function": {"name": …}}`, the same without the inner object, or `allowed_tools`."""
+    """`{"type": "function", "function": {"name": …}}`, the same without the inner object, `allowed_tools` or a mode."""
 
     type: str
     function: _FunctionName | None = None
@@ -81,6 +81,8 @@ def _choose(tools: list[FunctionTool], choice: Any, is_parallel: bool) -> ToolPo
         raise BadRequest(f"Invalid value for 'tool_choice': {_shown(choice)}.", "tool_choice", "invalid_value")
     spec = converted(cast("dict[str, Any]", choice), _ChoiceSpec, "tool_choice")
     match spec.type:
+        case mode if mode in TOOL_MODES:
+            return ToolPolicy(tuple(tools), TOOL_MODES[mode], is_parallel=is_parallel)
         case "function":
             name = spec.function.name if spec.function is not None else spec.name
             if name is None:
@@ -88,9 +90,8 @@ def _choose(tools: list[FunctionTool], choice: Any, is_parallel: bool) -> ToolPo
             return ToolPolicy(tuple(tools), ToolMode.NAMED, name, is_parallel)
         case "allowed_tools":
             return _allow(tools, spec.allowed_tools or _AllowedTools(), is_parallel)
-        case _:
-            message = f"Invalid value for 'tool_choice.type': {_shown(spec.type)}."
-            raise BadRequest(message, "tool_choice.type", "invalid_value")
+        case kind:
+            raise invalid_choice(kind, (*TOOL_MODES, "function", "allowed_tools"), "tool_choice.type")
 
 
 def _allow(tools: list[FunctionTool], allowed: _AllowedTools, is_parallel: bool) -> ToolPolicy:

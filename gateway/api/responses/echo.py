@@ -6,7 +6,7 @@ from msgspec import UNSET
 from gateway.api.common.sampling import sampling_values
 from gateway.api.responses import response as out
 from gateway.api.responses.request import ResponsesRequest, SummarizedReasoning, TextSpec
-from gateway.api.responses.tools import Toolbox
+from gateway.api.responses.tools import Toolbox, plain_choice
 from gateway.config.settings import ModelConfig
 
 
@@ -34,7 +34,7 @@ def echo(
         store=is_stored,
         temperature=sampling["temperature"],
         text=_text(request.text),
-        tool_choice=request.tool_choice or "auto",
+        tool_choice=plain_choice(request.tool_choice),
         tools=box.echo,
         top_logprobs=request.top_logprobs or 0,
         top_p=sampling["top_p"],

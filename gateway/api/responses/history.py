@@ -5,8 +5,9 @@ from concurrent.futures import Future
 from typing import Final, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
+from gateway.api.common.canonical import arguments_text
 from gateway.api.openai.message_part import AudioData
 from gateway.api.responses import response as out
 from gateway.api.responses.lowering import FOREIGN_ITEMS, unseal
@@ -63,11 +64,11 @@ class ResponseNotFound(ApiError):
 def numbered(items: Sequence[InputItem], stem: str) -> list[InputItem]:
     """Return input items as they are listed. Each has the client's id, or an id that is made here from `stem`.
 
-    Items that no model here ever sees are listed without their content.
+    Items that no model here ever sees are listed without their content, and arguments are listed as text.
     """
     return [
         msgspec.structs.replace(
-            _bare(item) if item.kind in FOREIGN_ITEMS and unseal(item.encrypted_content) is None else item,
+            _listed(item),
             type=item.kind,
             id=item.id or f"{_PREFIXES.get(item.kind, 'item')}_{stem}i{index:04x}",
         )
@@ -75,8 +76,12 @@ def numbered(items: Sequence[InputItem], stem: str) -> list[InputItem]:
     ]
 
 
-def _bare(item: InputItem) -> InputItem:
-    return InputItem(status=item.status, call_id=item.call_id)
+def _listed(item: InputItem) -> InputItem:
+    if item.kind in FOREIGN_ITEMS and unseal(item.encrypted_content) is None:
+        return InputItem(status=item.status, call_id=item.call_id)
+    if isinstance(item.arguments, dict):
+        return msgspec.structs.replace(item, arguments=arguments_text(item.arguments))
+    return item if item.summary is not None else msgspec.structs.replace(item, summary=UNSET)
 
 
 def with_stored_media(items: Sequence[InputItem], media: Sequence[Media]) -> list[InputItem]:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET
 
 from gateway.api.common import canonical
-from gateway.api.common.canonical import Call, Content
+from gateway.api.common.canonical import Call, Content, arguments_text
 from gateway.api.common.constraints import response_format
 from gateway.api.common.drafts import most_drafted, sparse_keep
 from gateway.api.common.prompt_cache import is_prewarm
@@ -206,7 +206,7 @@ class _ItemTurns:
             case "message":
                 self._add_message(item, where)
             case "reasoning":
-                self._reasoning.append(_reasoning(item))
+                self._reasoning.append(_reasoning(item, where))
             case "function_call" | "custom_tool_call":
                 call = _call(item, where)
                 self._calls.append(call)
@@ -262,18 +262,16 @@ def _call(item: InputItem, where: str) -> Call:
     call_id = _required(item.call_id, f"{where}.call_id")
     name = flat_name(_required(item.name, f"{where}.name"), item.namespace)
     if item.kind == "function_call":
-        return Call(call_id, name, item.arguments or "")
+        return Call(call_id, name, arguments_text(item.arguments))
     return Call(call_id, name, msgspec.json.encode({INPUT: _required(item.input, f"{where}.input")}).decode())
 
 
-def _reasoning(item: InputItem) -> str:
+def _reasoning(item: InputItem, where: str) -> str:
     """Return the text of a reasoning item: its content if there is any, else the sealed text, else its summary."""
-    content = item.content if isinstance(item.content, list) else []
-    if text := "".join(part.text or "" for part in content):
-        return text
-    if sealed := unseal(item.encrypted_content):
-        return sealed
-    return TEXT_SEPARATOR.join(part.text or "" for part in item.summary or ())
+    place, summary = f"{where}.content", f"{where}.summary"
+    content = canonical.only_text(_content(item.content or [], place, ""), place)
+    told = canonical.only_text(_content(item.summary or [], summary, TEXT_SEPARATOR), summary)
+    return content or unseal(item.encrypted_content) or told
 
 
 def _content(content: str | list[ContentPart], where: str, joint: str) -> Content:
@@ -287,7 +285,7 @@ def _part(part: ContentPart, where: str) -> str | dict[str, Any]:
         case "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text":
             return _required(part.text, f"{where}.text")
         case "refusal":
-            return part.refusal or ""
+            return _required(part.refusal, f"{where}.refusal")
         case "input_image":
             if part.file_id is not None:
                 raise Unsupported("There are no uploaded files here: send the image as a data URI.", f"{where}.file_id")

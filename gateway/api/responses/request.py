@@ -23,7 +23,6 @@ from gateway.api.openai.request import (
     Temperature,
     Tokens,
     TopK,
-    TopP,
     Unit,
 )
 from gateway.errors import BadRequest, Unsupported, invalid_choice
@@ -41,7 +40,7 @@ TOOL: Final = typed(
     parameters={"type": ["object", "null"]},
     strict={"type": ["boolean", "null"]},
 ) | {"required": ["type", "name"]}
-TOOL_CHOICE: Final = typed("function", "custom", "allowed_tools", name=TEXT)
+TOOL_CHOICE: Final = typed("auto", "none", "required", "function", "custom", "allowed_tools", name=TEXT)
 
 
 # Completion windows of background responses, in seconds; 0 runs at once.
@@ -59,7 +58,7 @@ class ContentPart(Struct, frozen=True, omit_defaults=True):
     hint: ClassVar = {
         "anyOf": [
             case(("text",), type={"enum": list(TEXT_PARTS)}, text=_TEXT),
-            case(type={"const": "refusal"}),
+            case(("refusal",), type={"const": "refusal"}, refusal=_TEXT),
             case(("image_url",), type={"const": "input_image"}, image_url=_TEXT),
             case(("video_url",), type={"const": "input_video"}, video_url=_TEXT),
             case(("input_audio",), type={"const": "input_audio"}, input_audio=AUDIO_DATA),
@@ -118,10 +117,10 @@ class InputItem(Struct, frozen=True, omit_defaults=True):
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
-    arguments: str | None = None
+    arguments: str | dict[str, Any] | None = None
     input: str | None = None
     output: str | list[ContentPart] | None = None
-    summary: list[ContentPart] | UnsetType = UNSET
+    summary: list[ContentPart] | UnsetType | None = UNSET
     encrypted_content: str | None = None
 
     @property
@@ -213,7 +212,7 @@ class ResponsesRequest(InputTokensRequest, frozen=True, kw_only=True):
     max_output_tokens: Tokens | None = None
     max_tool_calls: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
     temperature: Temperature | None = None
-    top_p: TopP | None = None
+    top_p: Unit | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None

@@ -106,6 +106,17 @@ def toolbox(request: InputTokensRequest) -> Toolbox:
     return box
 
 
+def plain_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any]:
+    """Return a tool choice. One that is an object with a mode as its type is that mode, as some clients send it."""
+    match choice:
+        case None:
+            return "auto"
+        case {"type": str(mode)} if mode in _CHOICES:
+            return mode
+        case _:
+            return choice
+
+
 def flat_name(name: str, namespace: str | None) -> str:
     """Return the name under which the model knows a function."""
     return f"{namespace}{NAMESPACE_SEPARATOR}{name}" if namespace else name
@@ -150,9 +161,9 @@ def _custom(spec: ResponseTool, namespace: str) -> FunctionTool:
 
 def _policy(request: InputTokensRequest, tools: tuple[FunctionTool, ...]) -> ToolPolicy:
     is_parallel = request.parallel_tool_calls is not False
-    choice = request.tool_choice
-    if choice is None or isinstance(choice, str):
-        return ToolPolicy(tools, _mode(choice or "auto", "tool_choice"), is_parallel=is_parallel)
+    choice = plain_choice(request.tool_choice)
+    if isinstance(choice, str):
+        return ToolPolicy(tools, _mode(choice, "tool_choice"), is_parallel=is_parallel)
     spec = converted(choice, ChoiceSpec, "tool_choice")
     match spec.type:
         case "function" | "custom":

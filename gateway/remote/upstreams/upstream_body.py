@@ -15,7 +15,8 @@ _COMPLETION_TOKENS: Final = 16
 _LIMITS: Final = ("max_tokens", "max_completion_tokens")
 
 _Choices = Annotated[int, Meta(ge=1, le=1 << 20)]
-_Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
+# -1 means no limit.
+_Tokens = Annotated[int, Meta(ge=-1, le=1 << 40)]
 
 
 class RoutedFields(msgspec.Struct, frozen=True):
@@ -82,6 +83,8 @@ def bounded_body(body: bytes, tokens_max: int) -> UpstreamBody:
     if not limits and cost.prompt is not None:
         limits = {"max_tokens": _COMPLETION_TOKENS}
     if tokens_max:
-        limits = {name: min(limit, tokens_max) for name, limit in limits.items()} or {"max_tokens": tokens_max}
+        limits = {name: min(limit, tokens_max) if limit >= 0 else tokens_max for name, limit in limits.items()}
+        limits = limits or {"max_tokens": tokens_max}
         fields |= {name: msgspec.Raw(b"%d" % limit) for name, limit in limits.items()}
-    return UpstreamBody(cost.sequences, max(limits.values(), default=None), fields)
+    most = max(limits.values()) if limits and min(limits.values()) >= 0 else None
+    return UpstreamBody(cost.sequences, most, fields)

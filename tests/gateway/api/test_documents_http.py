@@ -204,8 +204,9 @@ async def test_a_turn_with_texts_of_pages_alone_is_a_string(blind: Gateway) -> N
     ]  # fmt: skip
     prompt = ChatPrompt([user(*content)], media=(Media("document", b"", mixed, param="p"),))
 
-    read = await with_pages(prompt, reading)
+    read, not_shown = await with_pages(prompt, reading)
 
+    assert not not_shown
     assert read.messages[0]["content"] == ("Read\n\na.pdf\n\nPage 1 of 2:\nHello\n\nPage 2 of 2:\n(no text)\n\nso?")
     assert read.media == ()
     lease.close()
@@ -289,3 +290,134 @@ async def test_pages_are_counted_in_the_memory_for_media() -> None:
             status, code, _ = error(await small.client.post("/v1/chat/completions", json=body))
             assert (status, code) == (503, "media_memory_full")
             assert small.app.services.media.numbers.used_bytes == 0
+
+
+# -- earlier turns ---------------------------------------------------------------------------------------------------
+
+
+def later(data: bytes) -> list[tuple[str, dict[str, Any], str]]:
+    """Conversations that go on behind a file, also behind one in a tool's result: path, body, path of the file."""
+    use = {"type": "tool_use", "id": "c", "name": "read", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [document(data)]}
+    call = {"id": "c", "type": "function", "function": {"name": "read", "arguments": "{}"}}
+    answered, again = {"role": "assistant", "content": "ok"}, user("and now?")
+    made: list[tuple[str, dict[str, Any], str]] = []
+    for path, body, param, _ in bodies(data):
+        field = "input" if "input" in body else "messages"
+        now = {"role": "user", "content": "and now?"}
+        made.append((path, body | {field: [*body[field], answered, now]}, param))
+    message = {"model": "m", "max_tokens": 5}
+    called = {"role": "assistant", "content": [use]}
+    made += [
+        # Claude Code sends a reminder in the same message.
+        (
+            "/v1/messages",
+            message | {"messages": [user("x"), called, user(result, "and now?")]},
+            "messages.2.content.0.content.0",
+        ),
+        (
+            "/v1/messages",
+            message | {"messages": [user("x"), called, user(result), answered, again]},
+            "messages.2.content.0.content.0",
+        ),
+    ]
+    tool = {"role": "tool", "tool_call_id": "c", "content": [chat_file(data)]}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    made.append(
+        (
+            "/v1/chat/completions",
+            {"model": "m", "max_tokens": 5, "messages": [user("x"), called, tool, again]},
+            "messages[2].content[0]",
+        )
+    )
+    item = {"type": "function_call", "call_id": "c", "name": "read", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": [input_file(data)]}
+    now = {"role": "user", "content": "and now?"}
+    made.append(
+        (
+            "/v1/responses",
+            {"model": "m", "max_output_tokens": 5, "input": [now, item, output, now]},
+            "input[2].output[0]",
+        )
+    )
+    return made
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (encrypted(), "it is encrypted; send it without a password"),
+        (TWO[:200], "it is no PDF that can be read"),
+        (b"\x89PNG", "it is no PDF; send other files as text or as images"),
+        (b"%PDF-" + bytes(200_000), "it could not be read"),
+        (pdf(*[PdfSheet("x")] * 5), "it has 5 pages"),
+    ],
+)
+async def test_a_file_of_an_earlier_turn_that_cannot_be_read_is_a_note(
+    gateway: Gateway, data: bytes, reason: str
+) -> None:
+    for path, body, param in later(data):
+        reply = await gateway.client.post(path, json=body)
+        contents = [message["content"] for message in said(reply)["messages"]]
+        assert any(content.startswith(f"a.pdf\n\n[PDF, not shown: {reason}") for content in contents), contents
+        assert contents[-1] == "and now?"
+        assert reply.headers["x-mlxd-ignored"] == param
+
+
+async def test_a_scan_of_an_earlier_turn_is_a_note_for_a_text_model(blind: Gateway) -> None:
+    for path, body, param in later(SCAN):
+        reply = await blind.client.post(path, json=body)
+        assert reply.status_code == 200, reply.text
+        assert reply.headers["x-mlxd-ignored"] == param
+
+
+async def test_a_file_of_an_earlier_turn_that_can_be_read_is_still_shown(gateway: Gateway) -> None:
+    for path, body, _ in later(TWO):
+        reply = await gateway.client.post(path, json=body)
+        assert (
+            sum(
+                len(message["content"]) > 1 and message["content"][:4] == PAGES[:4]
+                for message in said(reply)["messages"]
+            )
+            == 1
+        )
+        assert "x-mlxd-ignored" not in reply.headers
+
+
+async def test_a_new_file_has_the_room_of_those_before_it_the_oldest_first(gateway: Gateway) -> None:
+    answered = {"role": "assistant", "content": "ok"}
+    turns = [user(chat_file(TWO, "old.pdf")), answered, user(chat_file(SCAN, "later.pdf")), answered]
+    body = {"model": "m", "messages": [*turns, user(chat_file(TWO, "new.pdf"))]}
+    reply = await gateway.client.post("/v1/chat/completions", json=body)
+
+    contents = [message["content"] for message in said(reply)["messages"]]
+    assert contents[0].startswith("old.pdf\n\n[PDF, not shown: it has 2 pages")
+    assert contents[2][0]["text"].startswith("later.pdf\n\nPage 1 of 1")
+    assert contents[4][0]["text"].startswith("new.pdf\n\nPage 1 of 2")
+    assert reply.headers["x-mlxd-ignored"] == "messages[0].content[0]"
+
+
+async def test_more_files_than_are_taken_are_no_end_of_a_conversation(blind: Gateway) -> None:
+    small = pdf(PdfSheet("Hello"))
+    turns = [each for _ in range(5) for each in (user(chat_file(small)), {"role": "assistant", "content": "ok"})]
+    later = {"model": "m", "max_tokens": 5, "messages": [*turns, user("so?")]}
+    now = {"model": "m", "max_tokens": 5, "messages": [user(*[chat_file(small)] * 5)]}
+
+    reply = await blind.client.post("/v1/chat/completions", json=later)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-mlxd-ignored"] == "messages[0].content[0]"
+    assert error(await blind.client.post("/v1/chat/completions", json=now))[:2] == (400, "too_many_media")
+
+
+@pytest.mark.parametrize(
+    "url", ["https://papers.example/a.pdf", "ftp://papers.example/a.pdf", "data:,x", "mlxd-media:00"]
+)
+async def test_a_url_of_an_earlier_turn_that_is_not_fetched_is_a_note(gateway: Gateway, url: str) -> None:
+    file = {"type": "input_file", "file_url": url, "filename": "a.pdf"}
+    turns = [{"role": "user", "content": [file]}, {"role": "assistant", "content": "ok"}]
+    now = {"role": "user", "content": "so?"}
+    reply = await gateway.client.post("/v1/responses", json={"model": "m", "input": [*turns, now]})
+
+    assert said(reply)["messages"][0]["content"] == "a.pdf\n\n[PDF, not shown: it could not be read]"
+    assert reply.headers["x-mlxd-ignored"] == "input[0].content[0]"
+    assert (await gateway.client.post("/v1/responses", json={"model": "m", "input": [turns[0]]})).status_code == 400

@@ -219,6 +219,13 @@ def test_a_models_own_generation_config_counts_where_the_configuration_is_silent
     assert routes.resolve("m:cold", OWNER).sampling.temperature == 0.2
 
 
+def test_a_top_p_of_zero_is_a_default_like_others(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"top_p": 0, "temperature": 0.6}')
+    model = ModelConfig(name="m", path=str(tmp_path))
+
+    assert Router({"m": model}).resolve("m", OWNER).sampling == SamplingDefaults(temperature=0.6, top_p=0)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"temperature": "hot"}', '{"top_p": 7}'])
 def test_a_generation_config_that_makes_no_sense_is_not_used(tmp_path: Path, text: str) -> None:
     (tmp_path / "generation_config.json").write_text(text)

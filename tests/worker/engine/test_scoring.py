@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 from msgspec import structs
 
+from protocol.failures import Code
 from protocol.from_worker import Finish, TokenLogprob
 from protocol.prompts import TokensPrompt
 from protocol.to_worker import Abort, Generate, Sampling
@@ -315,3 +316,27 @@ def test_a_row_that_is_scored_again_after_a_failed_tick_sends_no_entry_of_its_ec
         again = engine.run([scored(ids)])[0]
     assert runs.count(SLICE_TOKENS) == 2, "it began again"
     assert (again.text, len(again.logprobs), again.ids) == (whole.text, len(whole.logprobs), whole.ids)
+
+
+def test_a_prompt_of_the_whole_context_is_scored_where_nothing_is_generated(
+    model_folder: Callable[[str], Path],
+) -> None:
+    rng = random.Random(5)
+    whole, longer = (TokensPrompt(tuple(rng.randrange(10, VOCAB) for _ in range(size))) for size in (256, 257))
+    with (
+        EngineHarness(spec(model_folder("qwen3"), context=256)) as engine,
+        EngineHarness(spec(model_folder("qwen3"), context=1024)) as roomy,
+    ):
+        asked = structs.replace(scored(whole.ids, max_tokens=0), rid=next(rids))
+        alone, other = engine.run([asked])[0], roomy.run([structs.replace(asked, rid=next(rids))])[0]
+        filled = engine.run([Generate(next(rids), whole, Sampling(), max_tokens=0)])[0]
+        asking = [
+            Generate(next(rids), whole, Sampling(), max_tokens=1),
+            Generate(next(rids), whole, Sampling(), max_tokens=None, echo=True),
+            structs.replace(scored(longer.ids, max_tokens=0), rid=next(rids)),
+        ]
+        refused = engine.run(asking)
+    assert len(alone.logprobs) == 256
+    assert entries(alone) == entries(other)
+    assert (filled.finish, filled.ids) == (Finish.LENGTH, [])
+    assert [each.failure is not None and each.failure.code for each in refused] == [Code.CONTEXT_LENGTH_EXCEEDED] * 3

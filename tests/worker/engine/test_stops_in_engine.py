@@ -4,6 +4,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -14,6 +15,7 @@ from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
 from tests.support.scale import scaled
+from worker.tools.verify.trial_drafters import NoisyDrafts
 
 rids = itertools.count(1)
 
@@ -150,3 +152,87 @@ def test_a_stream_cut_after_any_step_goes_on_as_if_it_had_not_been(
             assert result.usage is not None
             assert whole.usage is not None
             assert result.usage.completion == whole.usage.completion
+
+
+# -- special tokens without text ---------------------------------------------------------------------------------------
+
+BEGIN = "<|im_start|>"
+
+
+def marked_request(engine: EngineHarness, seed: int, stop: tuple[str, ...] = (), **fields: Any) -> Generate:
+    """A request whose output has letters and special tokens."""
+    tokenizer = engine.loaded.tokenizer
+    ids = (*tokenizer.encode("abe \n"), tokenizer.convert_tokens_to_ids(BEGIN))
+    sampling = Sampling(temperature=1.5, seed=seed, ignore_eos=True, allowed_ids=ids)
+    return structs.replace(request(seed, stop, 40), sampling=sampling, **fields)
+
+
+def named(engine: EngineHarness, ids: list[int]) -> str:
+    """The text of these ids, with the names of special tokens."""
+    detokenizer = engine.intake.vocabulary.with_special().detokenizer()
+    return "".join(detokenizer.add(token) for token in ids) + detokenizer.finish()
+
+
+STOPS = [(BEGIN,), (f"{BEGIN}a",), (f"a{BEGIN}",), (f"{BEGIN}{BEGIN}",), ("bb", f"e{BEGIN}b"), (f"x{BEGIN}",)]
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_special_token_in_a_stop_string_counts_although_it_has_no_text(
+    engine: EngineHarness, stop: tuple[str, ...]
+) -> None:
+    plain = engine.run([marked_request(engine, seed) for seed in range(8)])
+    results = engine.run([marked_request(engine, seed, stop) for seed in range(8)])
+    assert any(BEGIN in named(engine, each.ids) for each in plain)
+    for whole, result in zip(plain, results, strict=True):
+        text = named(engine, whole.ids)
+        found = [(text.index(each) + len(each), text.index(each), each) for each in stop if each in text]
+        _, at, hit = min(found, default=(0, len(text), ""))
+        assert result.text == text[:at].replace(BEGIN, "")
+        assert result.finish is (Finish.STOP if found else Finish.LENGTH)
+        assert result.deltas[-1].stop == hit
+        assert [*result.ids, *result.ending_ids] == whole.ids[: len(result.ids) + len(result.ending_ids)]
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_stream_that_such_a_stop_string_ends_goes_on_after_any_step(
+    engine: EngineHarness, stop: tuple[str, ...]
+) -> None:
+    for seed in range(3):
+        asked = marked_request(engine, seed, stop, top_logprobs=1)
+        whole = one(engine, asked)
+        cuts = [(count, text) for count, text in whole.steps[:-1] if count]
+        again = [structs.replace(asked, rid=next(rids), resume=tuple(whole.ids[:count])) for count, _ in cuts]
+        for (count, text), result in zip(cuts, engine.run(again), strict=True):
+            assert (text + result.text, result.ids, result.finish) == (whole.text, whole.ids[count:], whole.finish)
+            assert (result.logprobs, result.ending_ids) == (whole.logprobs[count:], whole.ending_ids)
+
+
+def test_a_stop_string_with_a_special_token_is_shown_where_it_is_wanted(engine: EngineHarness) -> None:
+    for seed in range(4):
+        text = named(engine, one(engine, marked_request(engine, seed)).ids)
+        hidden = one(engine, marked_request(engine, seed, (f"{BEGIN}a",)))
+        shown = one(engine, marked_request(engine, seed, (f"{BEGIN}a",), includes_stop=True))
+        special = one(engine, marked_request(engine, seed, (f"{BEGIN}a",), shows_special=True))
+        if hidden.finish is Finish.STOP:
+            assert shown.text == f"{hidden.text}{BEGIN}a"
+            assert special.text == text[: text.index(f"{BEGIN}a")]
+        late = marked_request(engine, seed, (BEGIN,))
+        late = one(engine, structs.replace(late, sampling=structs.replace(late.sampling, min_tokens=30)))
+        assert len(late.ids) + len(late.ending_ids) > 30
+
+
+def test_a_stop_string_that_is_a_special_token_ends_drafted_text_too(model_folder: Callable[[str], Path]) -> None:
+    drafter = NoisyDrafts(VOCAB)
+    with EngineHarness(spec(model_folder("qwen3")), drafter=drafter) as engine:
+        batch = [marked_request(engine, seed, STOPS[seed % len(STOPS)]) for seed in range(12)]
+        plain = engine.run([structs.replace(each, rid=next(rids), stop=(), most_drafted=0) for each in batch])
+        for asked, whole in zip(batch, plain, strict=True):
+            assert isinstance(asked.prompt, TokensPrompt)
+            drafter.learn([*asked.prompt.ids, *whole.ids])
+        alone = engine.run([structs.replace(each, rid=next(rids), most_drafted=0) for each in batch])
+        before = drafter.accepted
+        drafted = engine.run(batch)
+    assert drafter.accepted > before
+    assert [(each.text, each.finish, each.ids) for each in drafted] == [
+        (each.text, each.finish, each.ids) for each in alone
+    ]

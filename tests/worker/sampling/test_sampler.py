@@ -136,6 +136,17 @@ def test_a_token_that_is_filtered_out_is_never_sampled(
     assert set(draws(logprobs, params, 64)) <= allowed
 
 
+@pytest.mark.parametrize("others", [[], [Sampling(top_k=3)], [Sampling(top_p=0.9)], [Sampling()]])
+def test_a_top_p_of_zero_is_the_best_token_also_among_equal_ones(others: list[Sampling]) -> None:
+    logprobs = np.full((1, VOCAB), -9.0)
+    logprobs[0, 5:9] = -1.0
+    cold = [Sampling(2.0, top_p=0.0, typical_p=0.2, xtc_probability=1.0, seed=seed) for seed in range(32)]
+
+    tokens = draw(np.repeat(logprobs, 32 + len(others), axis=0), [*cold, *others])
+
+    assert set(tokens[:32]) == {5}
+
+
 @pytest.mark.parametrize(("suppressed", "best"), [((3, VOCAB), 2), ((VOCAB,), 3), ((-1,), 3)])
 def test_suppressed_tokens_outside_of_the_vocabulary_change_nothing(suppressed: tuple[int, ...], best: int) -> None:
     sampler = RowSampler(suppressed=suppressed)

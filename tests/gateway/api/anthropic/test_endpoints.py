@@ -330,3 +330,22 @@ async def test_a_stream_says_what_the_whole_message_says(real: httpx.AsyncClient
     deltas = [event["delta"] for event in stream if event["type"] == "content_block_delta"]
     assert "".join(delta.get("thinking", "") for delta in deltas) == whole["content"][0]["thinking"]
     assert "".join(delta.get("text", "") for delta in deltas) == whole["content"][1]["text"]
+
+
+async def test_blocks_that_are_left_out_of_the_prompt_are_named(gateway: Gateway) -> None:
+    use = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
+    said = {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, use, use]}
+    messages = [{"role": "user", "content": "x"}, said, {"role": "user", "content": "y"}]
+    answer = await gateway.client.post(PATH, json=message(messages=messages))
+
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-mlxd-ignored"] == "messages.redacted_thinking, messages.server_tool_use"
+
+
+@pytest.mark.parametrize("kind", ["image", "document", "tool_result", "search_result", "tool_reference"])
+async def test_a_block_that_is_no_part_of_an_answer_is_refused_in_one(gateway: Gateway, kind: str) -> None:
+    said = {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": kind}]}
+    answer = await gateway.client.post(PATH, json=message(messages=[{"role": "user", "content": "x"}, said]))
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("messages.1.content.1: ")

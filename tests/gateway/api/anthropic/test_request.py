@@ -167,6 +167,23 @@ def test_a_document_of_text_is_its_title_context_and_text() -> None:
     assert turns(user(document(source, title="t", context="c")))[0]["content"] == "t\nc\nbody"
 
 
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ({"type": "text", "media_type": "text/plain", "data": "Bern is nice."}, "T\nBern is nice."),
+        ({"type": "content", "content": "Bern is nice."}, "T\nBern is nice."),
+        ({"type": "content", "content": [text("Bern"), text("is nice.")]}, "T\n\nBern\n\nis nice."),
+    ],
+)
+def test_a_document_of_text_is_shown_also_in_the_result_of_a_tool(source: Any, shown: str) -> None:
+    call = {"type": "tool_use", "id": "t1", "name": "read", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [document(source, title="T")]}
+
+    assert turns(user(document(source, title="T"), text("Hi")))[0]["content"] == f"{shown}\n\nHi"
+    history = turns(user(text("x")), {"role": "assistant", "content": [call]}, user(result))
+    assert history[2]["content"] == shown
+
+
 def test_a_document_of_blocks_is_their_texts_and_images() -> None:
     assert turns(user(document({"type": "content", "content": "body"}, title="t")))[0]["content"] == "t\nbody"
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}

@@ -48,8 +48,8 @@ def test_options_are_sampling_and_where_they_are_silent_the_model_counts() -> No
     assert (windowed.repetition_penalty, windowed.penalty_window, windowed.typical_p) == (2, 64, 0.5)
 
 
-@pytest.mark.parametrize(("seed", "wanted"), [(42, 42), (42.0, 42), (0, 0), (-1, None), (None, None)])
-def test_a_seed_below_zero_is_a_random_one(seed: float | None, wanted: int | None) -> None:
+@pytest.mark.parametrize(("seed", "wanted"), [(42, 42), (42.0, 42), (0, 0), (-1.0, -1), (None, None)])
+def test_a_seed_may_be_written_with_a_fraction(seed: float | None, wanted: int | None) -> None:
     assert read_options({"seed": seed})[0].wanted_seed == wanted
 
 

@@ -104,6 +104,7 @@ def test_neutral_values_of_what_is_not_served_are_taken() -> None:
 def test_a_limit_of_tokens_is_in_llama_cpps_word_too() -> None:
     assert [completion(**fields).max_tokens for fields in ({}, {"n_predict": 3}, {"n_predict": -1})] == [16, 3, None]
     assert completion(n_predict=3, max_tokens=4).max_tokens == 4
+    assert completion(max_tokens=-1).max_tokens is None
     with pytest.raises(BadRequest, match="n_predict"):
         sampling(n_predict=0)
 

@@ -62,6 +62,10 @@ def test_tools_reach_the_template_in_openais_shape() -> None:
         ({"tool_choice": "any"}, ["weather", "now"], True, (), False),
         ({"tool_choice": "required", "parallel_tool_calls": False}, ["weather", "now"], True, (), True),
         ({"parallel_tool_calls": False}, ["weather", "now"], False, (), True),
+        ({"tool_choice": {"type": "auto"}}, ["weather", "now"], False, (), False),
+        ({"tool_choice": {"type": "none"}}, [], False, (), False),
+        ({"tool_choice": {"type": "required"}, "parallel_tool_calls": False}, ["weather", "now"], True, (), True),
+        ({"tool_choice": {"type": "any"}}, ["weather", "now"], True, (), False),
         ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, ["weather", "now"], True, ("now",), True),
         ({"tool_choice": {"type": "function", "name": "now"}}, ["weather", "now"], True, ("now",), True),
         (
@@ -98,6 +102,8 @@ def test_each_choice_means_one_thing(
         ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice.function"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": TOOLS}, "tool_choice"),
         ({"tool_choice": {"type": "zzz"}, "tools": TOOLS}, "tool_choice.type"),
+        ({"tool_choice": {"type": "tool", "name": "now"}, "tools": TOOLS}, "tool_choice.type"),
+        ({"tool_choice": {"type": "required"}}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [{"type": "function", "name": "x"}]}},
           "tools": TOOLS}, "tool_choice.allowed_tools.tools"),
         ({"functions": [WEATHER], "tools": TOOLS}, "functions"),
@@ -146,6 +152,14 @@ def test_calls_and_results_of_earlier_turns_are_what_templates_expect() -> None:
         {"role": "tool", "tool_call_id": "c1", "content": "rain", "name": "weather"},
         {"role": "tool", "tool_call_id": "cut off", "content": "?"},
     ]
+
+
+def test_a_refusal_of_an_earlier_turn_is_its_text() -> None:
+    refusing = {"role": "assistant", "content": None, "refusal": "I cannot."}
+    parted = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+
+    said = prompt(messages=[*HI, refusing, *HI, parted, *HI]).messages
+    assert [said[1]["content"], said[3]["content"]] == ["I cannot.", "No."]
 
 
 def test_functions_of_old_are_tools_with_one_call() -> None:

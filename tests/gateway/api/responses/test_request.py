@@ -97,6 +97,7 @@ def test_a_turn_of_codex_is_one_turn_of_the_assistant_and_its_results() -> None:
     ("sent", "read"),
     [
         ({"content": [{"type": "reasoning_text", "text": "full"}]}, "full"),
+        ({"content": "plain"}, "plain"),
         ({"encrypted_content": seal("sealed é")}, "sealed é"),
         ({"encrypted_content": "gAAAAABo", "summary": [{"type": "summary_text", "text": "sum"}]}, "sum"),
         ({"encrypted_content": "mlxd1.%%%"}, None),
@@ -202,12 +203,23 @@ def test_custom_and_namespace_tools_are_shown_as_functions() -> None:
     assert box.echo[3] == {"type": "web_search", "search_context_size": "low"}
 
 
+@pytest.mark.parametrize("arguments", [{"city": "Bern"}, '{"city": "Bern"}'])
+def test_arguments_of_an_earlier_call_are_text_or_an_object(arguments: Any) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+    [turn] = prompt(input=[call]).messages
+
+    assert turn["tool_calls"][0]["function"]["arguments"] == {"city": "Bern"}
+
+
 @pytest.mark.parametrize(
     ("choice", "must", "callable_tools", "shown"),
     [
         ("auto", False, (), ["f", "p", "ns__g"]),
         ("none", False, (), []),
         ("required", True, (), ["f", "p", "ns__g"]),
+        ({"type": "auto"}, False, (), ["f", "p", "ns__g"]),
+        ({"type": "none"}, False, (), []),
+        ({"type": "required"}, True, (), ["f", "p", "ns__g"]),
         ({"type": "function", "name": "f"}, True, ("f",), ["f", "p", "ns__g"]),
         ({"type": "custom", "name": "p"}, True, ("p",), ["f", "p", "ns__g"]),
         ({"type": "function", "name": "g", "namespace": "ns"}, True, ("ns__g",), ["f", "p", "ns__g"]),
@@ -237,6 +249,8 @@ def test_every_choice_among_tools(choice: Any, must: bool, callable_tools: tuple
         ({"tools": [FUNCTION], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
         ({"tools": [FUNCTION], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
+        ({"tool_choice": {"type": "required"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
     ],
 )

@@ -173,3 +173,14 @@ def _unchunked(data: bytes) -> bytes:
         pieces.append(data[: int(size, 16)])
         data = data[int(size, 16) + 2 :]
     return b"".join(pieces)
+
+
+async def test_arguments_that_are_an_object_are_listed_as_their_text(gateway: Gateway) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": {"city": "Bern"}}
+    result = {"type": "function_call_output", "call_id": "c", "output": "x"}
+    made = (
+        await gateway.client.post(PATH, json={"model": "m", "input": [call, result], "max_output_tokens": 3})
+    ).json()
+    page = (await gateway.client.get(f"{PATH}/{made['id']}/input_items", params={"order": "asc"})).json()
+
+    assert page["data"][0]["arguments"] == '{"city":"Bern"}'

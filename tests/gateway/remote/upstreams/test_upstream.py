@@ -301,19 +301,20 @@ async def test_the_limits_of_a_key_hold_for_what_leaves() -> None:
             ({"max_tokens": 4000}, {"max_tokens": 5}),
             ({"max_tokens": 4}, {"max_tokens": 4}),
             ({"max_tokens": None}, {"max_tokens": 5}),
+            ({"max_tokens": -1}, {"max_tokens": 5}),
             ({"max_tokens": None, "max_completion_tokens": 9}, {"max_tokens": None, "max_completion_tokens": 5}),
         ):
             assert (await ask(gateway, headers=headers, **asked)).status_code == 200
             body = cloud.asked.pop()[2]
             assert {name: body[name] for name in body if "tokens" in name} == sent
         assert (await ask(gateway, headers=headers, n=6)).status_code == 200
-        assert gateway.app.services.ledger.day("k").requests == 4 + 6
-        for refused in {"n": 7}, {"n": "6"}, {"max_tokens": -1}:
+        assert gateway.app.services.ledger.day("k").requests == 5 + 6
+        for refused in {"n": 7}, {"n": "6"}, {"max_tokens": -2}:
             assert (await ask(gateway, headers=headers, **refused)).status_code == 400
         prompts = {"model": "far", "prompt": ["a", "b", "c"], "n": 2}
         reply = await gateway.client.post("/v1/completions", json=prompts, headers=headers)
         assert (reply.status_code, cloud.asked.pop()[2]["max_tokens"]) == (200, 5)
-        assert gateway.app.services.ledger.day("k").requests == 4 + 6 + 6
+        assert gateway.app.services.ledger.day("k").requests == 5 + 6 + 6
 
 
 async def test_tokens_that_cannot_be_are_estimated() -> None:
