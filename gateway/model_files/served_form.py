@@ -8,6 +8,7 @@ from typing import Final
 
 import protocol
 from gateway.model_files.metadata import Unreadable, find
+from protocol.chat_templates import ADDITIONAL_TEMPLATES
 from protocol.model_digest import PROCESSOR_FILES, TOKENIZER_FILES, digest, files_digest, weights_digest
 
 _TEMPLATES: Final = ("chat_template.jinja", "chat_template.json")
@@ -44,15 +45,17 @@ class FormReader:
 
 def _form(folder: Path, settings: tuple[str, ...]) -> str:
     code = sorted(file.name for file in folder.glob("*.py"))
+    additional = sorted(str(file.relative_to(folder)) for file in folder.glob(f"{ADDITIONAL_TEMPLATES}/*.jinja"))
     return digest(
         protocol.__version__,
         settings,
         weights_digest(folder),
         files_digest(folder, ("config.json", *PROCESSOR_FILES, *code)),
-        files_digest(folder, (*TOKENIZER_FILES, *_TEMPLATES)),
+        files_digest(folder, (*TOKENIZER_FILES, *_TEMPLATES, *additional)),
     )
 
 
 def _stamp(folder: Path) -> _Stamp:
-    facts = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
+    files = (file for part in (folder, folder / ADDITIONAL_TEMPLATES) if part.is_dir() for file in part.iterdir())
+    facts = [(str(file.relative_to(folder)), file.stat()) for file in sorted(files) if file.is_file()]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in facts)
