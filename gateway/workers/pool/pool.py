@@ -265,6 +265,11 @@ class Pool:
         """Return all workers, including those of removed models that have not stopped."""
         return list(self._workers.values())
 
+    def ready_epoch(self, model: str) -> int:
+        """Return the epoch of a model's worker while it is ready, else 0."""
+        worker = self._workers.get(model)
+        return worker.epoch if worker is not None and worker.state is State.READY else 0
+
     def load_left_s(self, model: str) -> float:
         """Estimate the seconds until a model is ready, from how long its newest loads took. Returns 0 if it is ready or
         was never loaded.
