@@ -74,12 +74,14 @@ def _stamp(path: str) -> _Stamp:
 
 
 def _usable(content: dict[str, Any], path: str) -> SamplingDefaults:
-    values = {name: content[name] for name in SAMPLING_FIELDS if content.get(name) is not None}
-    try:
-        return msgspec.convert(values, SamplingDefaults)
-    except msgspec.ValidationError as error:
-        log.warning("%s of %s is not used: %s", _FILE, path, error)
-        return SamplingDefaults()
+    """Return the sampling without values that no request may have, each of which is logged."""
+    usable = SamplingDefaults()
+    for name in SAMPLING_FIELDS:
+        try:
+            usable = over(usable, msgspec.convert({name: content.get(name)}, SamplingDefaults))
+        except msgspec.ValidationError as error:
+            log.warning("%s in %s of %s is not used: %s", name, _FILE, path, error)
+    return usable
 
 
 def over(stronger: T, weaker: T) -> T:

@@ -219,6 +219,17 @@ def test_a_models_own_generation_config_counts_where_the_configuration_is_silent
     assert routes.resolve("m:cold", OWNER).sampling.temperature == 0.2
 
 
+def test_one_value_that_makes_no_sense_does_not_take_the_others_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = {"temperature": "0.6", "top_p": 0, "top_k": -1, "min_p": 0.1, "repetition_penalty": 1.1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(own))
+    routes = Router({"m": ModelConfig(name="m", path=str(tmp_path))})
+
+    assert routes.resolve("m", OWNER).sampling == SamplingDefaults(min_p=0.1, repetition_penalty=1.1)
+    assert [record.message.split()[0] for record in caplog.records] == ["temperature", "top_p", "top_k"]
+
+
 def test_the_generation_config_is_read_again_for_each_load_and_not_while_the_model_is_ready(tmp_path: Path) -> None:
     file, ready_epoch = tmp_path / "generation_config.json", 0
     model = ModelConfig(name="m", path=str(tmp_path), profiles={"same": ProfileConfig()})
