@@ -7,21 +7,19 @@ from pathlib import Path
 from typing import Final
 
 import protocol
+from gateway.model_files.folder_stamp import Stamp, folder_stamp
 from gateway.model_files.metadata import Unreadable, find
 from protocol.chat_templates import ADDITIONAL_TEMPLATES
 from protocol.model_digest import PROCESSOR_FILES, TOKENIZER_FILES, digest, files_digest, weights_digest
 
 _TEMPLATES: Final = ("chat_template.jinja", "chat_template.json")
 
-# A stamp lists the name, size and time of each file in a folder. The folder is read again when its stamp changes.
-_Stamp = tuple[tuple[str, int, int], ...]
-
 
 class FormReader:
     """Computes the forms of models. A folder is read again only when the size or time of a file has changed."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, tuple[str, ...]], tuple[_Stamp, str]] = {}
+        self._known: dict[tuple[str, tuple[str, ...]], tuple[Stamp, str]] = {}
 
     def read(self, path: str, settings: Iterable[str]) -> str:
         """Return the form of the model at `path`; empty if the model is not on this machine. Blocks while reading
@@ -32,7 +30,7 @@ class FormReader:
         key = path, tuple(settings)
         try:
             folder = find(path)
-            stamp = _stamp(folder)
+            stamp = folder_stamp(folder)
             known = self._known.get(key)
             if known is not None and known[0] == stamp:
                 return known[1]
@@ -53,9 +51,3 @@ def _form(folder: Path, settings: tuple[str, ...]) -> str:
         files_digest(folder, ("config.json", *PROCESSOR_FILES, *code)),
         files_digest(folder, (*TOKENIZER_FILES, *_TEMPLATES, *additional)),
     )
-
-
-def _stamp(folder: Path) -> _Stamp:
-    files = (file for part in (folder, folder / ADDITIONAL_TEMPLATES) if part.is_dir() for file in part.iterdir())
-    facts = [(str(file.relative_to(folder)), file.stat()) for file in sorted(files) if file.is_file()]
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in facts)
