@@ -6,7 +6,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from gateway.ctl import prefix_files
+from gateway.model_files import prefix_files
 from tests.support import disk as folder
 from tests.support.ctl import ctl
 from worker.prefix_cache.disk import CacheDisk, DiskEntry, FileStatus
