@@ -20,7 +20,8 @@ from worker.embedding.job import EmbeddingInput, Numbers
 from worker.embedding.pooling import PoolingHead
 from worker.embedding.sentence_files import Steps, read_steps
 from worker.errors import LoadFailed, foreign_code
-from worker.model.loader import cast, check_weights, explain, nbytes, read_config, read_json, resolve, vocab_size_of
+from worker.model.load_errors import explain
+from worker.model.loader import cast, check_weights, nbytes, read_config, read_json, resolve, vocab_size_of
 from worker.model.memory import has_gpu
 from worker.vision.checkpoint import Contradiction, fold
 

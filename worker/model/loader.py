@@ -25,13 +25,14 @@ from protocol.experts import has_index, read_index
 from protocol.failures import Code
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
-from worker.errors import LoadFailed, foreign_code, is_allocation_failure
+from worker.errors import LoadFailed, foreign_code
 from worker.model import packing
 from worker.model.batch_mode import BatchModePlan
 from worker.model.division import Division
 from worker.model.experts.expert_cache import attach as attach_experts
 from worker.model.experts.gathered_rows import experts_per_token, pass_tokens
 from worker.model.linears import Linears
+from worker.model.load_errors import explain
 from worker.speculation.drafter import Proposer
 from worker.vision.attach import Vision, attach
 from worker.vision.checkpoint import fold
@@ -119,11 +120,12 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
             division.take(model, config)
         cast(model, spec.dtype)
         mx.eval(model.parameters())
+        _check_eos_key(config)
         tokenizer = load_tokenizer(
             path, {"trust_remote_code": spec.trust_remote_code}, eos_token_ids=config.get("eos_token_id")
         )
-    if not tokenizer.encode("a"):  # transformers returns an empty tokenizer for a folder without a tokenizer
-        raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no tokenizer that can encode text")
+        if not tokenizer.encode("a"):  # transformers returns an empty tokenizer for a folder without a tokenizer
+            raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no tokenizer that can encode text")
     if spec.chat_template:
         tokenizer.chat_template, tokenizer.has_chat_template = spec.chat_template, True
     linears = Linears(model)
@@ -297,22 +299,6 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def explain(path: Path, config: dict[str, Any], error: Exception) -> LoadFailed:
-    """Return the failure of a load that raised `error`."""
-    text = str(error)
-    reason = text.partition("\n")[0].strip(" :")
-    if "not supported" in text:
-        kind = config["model_type"]
-        return LoadFailed(Code.MODEL_UNSUPPORTED, f"mlx-lm has no architecture '{kind}' ({path})", detail=text)
-    if "trust_remote_code" in text:
-        return LoadFailed(
-            Code.MODEL_UNSUPPORTED, f"{path} runs code of its own; allow it with trust_remote_code = true", detail=text
-        )
-    if is_allocation_failure(error):
-        return LoadFailed(Code.OUT_OF_MEMORY, f"not enough memory to load {path}", detail=text)
-    return LoadFailed(Code.MODEL_CORRUPT, f"{path} could not be loaded: {type(error).__name__}: {reason}", detail=text)
-
-
 def cast(model: Any, dtype: str) -> None:
     """Cast floating-point parameters; `auto` is float32 on a CPU, where half precision is slow, otherwise unchanged."""
     if dtype == "auto":
@@ -337,6 +323,17 @@ def nbytes(model: Any) -> int:
     """Return the bytes of a module's parameters."""
     parameters: Any = tree_flatten(model.parameters())
     return sum(int(array.nbytes) for _, array in parameters)
+
+
+def _check_eos_key(config: dict[str, Any]) -> None:
+    """Check the end-of-sequence ids, which mlx-lm reads from generation_config.json, else from config.json."""
+    given = config.get("eos_token_id")
+    ids: list[Any] = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(isinstance(token, int) for token in ids):
+        raise LoadFailed(
+            Code.MODEL_CORRUPT,
+            f"the model's files give eos_token_id as {json.dumps(given)}, which is not a token id or a list of them",
+        )
 
 
 def _check_eos(eos_ids: Sequence[int], vocab_size: int) -> None:

@@ -76,7 +76,8 @@ class Renderer:
         # Without templates, the model's chat format is code, which mlx-lm's wrapper calls.
         self._templates = ChatTemplates.of(tokenizer.chat_template)
         self._is_code = not self._templates.names
-        self.has_template = bool(tokenizer.has_chat_template)
+        is_readable = not self._is_code or tokenizer.chat_template is None
+        self.has_template = bool(tokenizer.has_chat_template) and is_readable
         # FireFunction's template needs its tools as text, and the current time.
         self._wants_functions = self._mentions("functions") and not self._mentions("tools")
         self.knows_tools = self._is_code or self._mentions("tools") or self._wants_functions

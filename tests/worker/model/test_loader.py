@@ -211,6 +211,29 @@ def test_a_broken_tokenizer_is_corrupt(folder: Path) -> None:
     refused(folder, Code.MODEL_CORRUPT)
 
 
+@pytest.mark.parametrize("given", ["<|im_end|>", [2, None], 2.5, [[2], 0], {"id": 2}, ["2"]])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_an_end_of_sequence_that_is_no_token_id_is_named(folder: Path, name: str, given: Any) -> None:
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    content = json.loads((folder / "config.json").read_text()) if name == "config.json" else {}
+    (folder / name).write_text(json.dumps({**content, "eos_token_id": given}))
+    assert f"eos_token_id as {json.dumps(given)}" in refused(folder, Code.MODEL_CORRUPT)
+
+
+@pytest.mark.parametrize(("key", "value"), [("vocab_size", "260"), ("num_hidden_layers", [2]), ("head_dim", {})])
+def test_a_value_of_another_type_in_the_configuration_is_named(folder: Path, key: str, value: Any) -> None:
+    change_config(folder, **{key: value})
+    message = refused(folder, Code.MODEL_CORRUPT)
+    assert key in message
+    assert "mlx-lm has no" not in message
+
+
+@pytest.mark.parametrize("text", ['{"model_max_length": "32768"}', "[]"])
+def test_a_tokenizer_configuration_that_no_tokenizer_reads_is_named(folder: Path, text: str) -> None:
+    (folder / "tokenizer_config.json").write_text(text)
+    assert "tokenizer_config.json" in refused(folder, Code.MODEL_CORRUPT)
+
+
 def test_the_size_of_the_weights_is_known_before_they_are_loaded(folder: Path) -> None:
     assert check_weights(folder) == weights(folder).stat().st_size
 
@@ -221,6 +244,22 @@ def test_the_size_of_the_weights_is_known_before_they_are_loaded(folder: Path) -
 def test_an_architecture_that_mlx_lm_lacks_is_unsupported(folder: Path) -> None:
     change_config(folder, model_type="perceptron")
     assert "perceptron" in refused(folder, Code.MODEL_UNSUPPORTED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"quantization": {"group_size": 32, "bits": 4, "model.layers.0.mlp.up_proj": {"bits": 7}}}, "bits 7"),
+        ({"rope_scaling": {"rope_type": "ntk2", "factor": 2.0}}, "ntk2"),
+    ],
+)
+def test_what_an_architecture_does_not_support_is_said_and_not_that_there_is_none(
+    folder: Path, changes: dict[str, Any], reason: str
+) -> None:
+    change_config(folder, **changes)
+    message = refused(folder, Code.MODEL_UNSUPPORTED)
+    assert reason in message
+    assert "mlx-lm has no" not in message
 
 
 def test_code_of_a_model_runs_only_when_it_is_allowed(folder: Path) -> None:
