@@ -16,15 +16,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gateway.control_types import Speeds
-from gateway.model_files.hub_cache import folder_of
+from gateway.model_files.hub_cache import WEIGHTS, folder_of
 from gateway.model_files.worker_memory import fixed_bytes
 from protocol.checkpoint import AUDIO_SECTIONS, VISION_SECTIONS, context_of, has_section, is_head, is_tower, unused
 from protocol.experts import has_index, read_index
 from protocol.kinds import kind_of
 from protocol.quantized_kv import group_of, number_bits, obstacle
 
-# mlx-lm's loader reads the files that match this pattern.
-WEIGHTS: Final = "model*.safetensors"
 # A head for multi-token prediction may have its weights in this separate file.
 HEAD: Final = "mtp.safetensors"
 METADATA: Final = "__metadata__"

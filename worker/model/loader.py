@@ -4,19 +4,21 @@ import json
 import os
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import mlx.core as mx
 import mlx.nn as nn
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
     IncompleteSnapshotError,
     LocalEntryNotFoundError,
 )
+from huggingface_hub.file_download import repo_folder_name
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import load_model, load_tokenizer
 
@@ -219,7 +221,7 @@ def resolve(path: str) -> Path:
     if local.is_absolute() or path.startswith((".", "~")):
         raise LoadFailed(Code.MODEL_MISSING, f"there is no folder {path}")
     try:
-        return Path(snapshot_download(path, local_files_only=True))
+        return Path(snapshot_download(path, revision=_main_commit(path), local_files_only=True))
     except IncompleteSnapshotError as error:
         # Downloads omit files that MLX does not read; `check_weights` detects missing weights.
         return Path(error.snapshot_path)
@@ -228,6 +230,15 @@ def resolve(path: str) -> Path:
             Code.MODEL_MISSING,
             f"{path} is neither a folder nor in the local Hugging Face cache; download it with: mlxctl pull {path}",
         ) from error
+
+
+def _main_commit(repository: str) -> str | None:
+    """Return the commit of `main` in the cache; None if there is none. huggingface_hub takes a line end in the file for
+    a part of the commit."""
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
+    with suppress(OSError, ValueError):
+        return (folder / "refs" / "main").read_text(encoding="utf-8").strip() or None
+    return None
 
 
 def check_weights(path: Path) -> int:

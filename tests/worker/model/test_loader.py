@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from huggingface_hub import constants
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text, qwen3_5
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
@@ -86,6 +87,18 @@ def test_a_folder_that_is_not_there_is_missing(tmp_path: Path) -> None:
 def test_a_relative_folder_that_is_not_there_is_missing_and_no_repository(path: str) -> None:
     with pytest.raises(LoadFailed, match="there is no folder"):
         resolve(path)
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_a_repository_is_found_however_the_line_of_its_commit_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository, commit = tmp_path / "models--org--model", "0123456789abcdef0123456789abcdef01234567"
+    (repository / "snapshots" / commit).mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_bytes((commit + end).encode())
+    assert resolve("org/model") == repository / "snapshots" / commit
 
 
 def test_a_file_is_no_model_folder(folder: Path) -> None:
