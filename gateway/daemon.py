@@ -22,6 +22,7 @@ from gateway.http.connection_limits import admin_connections, public_connections
 from gateway.http.handshake import listener_protocol
 from gateway.http.listen import BACKLOG, CannotListen, close_all, file_limit, listen_tcp, listen_unix
 from gateway.link.link import WorkerLink
+from gateway.prefix_limit import limit_prefixes
 from gateway.reload import Reloader, facts_of
 from gateway.telemetry.metrics import Metrics
 from gateway.workers.pool.pool import Pool
@@ -115,11 +116,12 @@ class Daemon:
         try:
             await self._pool.start()
             await self._app.start()
+            services = self._app.services
+            services.tasks.start(limit_prefixes(services.config), "limit of the prefix cache")
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._pool.wait())
                 for server, sockets in zip(self._servers, (self._public_sockets, [self._admin_socket]), strict=True):
                     tasks.create_task(server.serve(sockets))
-                services = self._app.services
                 running = (
                     services.usage.run(),
                     services.ledger.run(),
@@ -133,7 +135,7 @@ class Daemon:
                 )
                 chores = [tasks.create_task(chore) for chore in running]
                 _settle_garbage_collector()
-                count = len(self._app.services.config.models)
+                count = len(services.config.models)
                 log.info("mlxd serves %d model%s on %s", count, "" if count == 1 else "s", self.url)
                 self._greet()
                 while (signum := await self._signals.get()) is signal.SIGHUP and _has_terminal() is had_terminal:

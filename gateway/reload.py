@@ -11,6 +11,7 @@ from gateway.adapter_loads import AdapterLoads, with_adapter
 from gateway.config.settings import Config, ConfigError, ModelConfig, file_key
 from gateway.control_types import ReloadResult
 from gateway.errors import Unavailable
+from gateway.prefix_limit import limit_prefixes
 from gateway.services import Services
 from gateway.telemetry.logs import set_level
 from gateway.workers.pool.pool import AppliedConfig
@@ -63,6 +64,7 @@ class Reloader:
                 # A worker that is started now would outlive the daemon.
                 raise Unavailable("The server is shutting down.", code="draining")
             done = self._apply(config)
+            await limit_prefixes(self._app.services.config)
             if (tls := self._app.services.tls) is not None:
                 await tls.refresh()
             return done

@@ -94,7 +94,7 @@ class Services(Runtime):
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> "Services":
         """Make the services for a configuration. Raises `KeysUnusable` and `CertificateUnusable`."""
-        live = LiveConfig(config)
+        live = LiveConfig(config, pool.ready_epoch)
         trail = AuditTrail(Audit(config.home, disk=disk), make_thread)
         _show(metrics, live, link, trail)
         ledger = _ledger(live, disk)

@@ -25,6 +25,8 @@ _SOPRANO: Final = re.compile(r"(^|[-_.])soprano([-_.]|$)", re.IGNORECASE)
 _CLASSIFIER: Final = "ForSequenceClassification"
 # Embedding and reranking decoders have the configuration of a generating model, so they are recognised by name.
 _RERANKER: Final = re.compile(r"rerank", re.IGNORECASE)
+# Path of a snapshot in the Hugging Face cache.
+_SNAPSHOT: Final = re.compile(r"models--(?:[^/]*--)?([^/]+)/snapshots/[^/]+$")
 _EMBEDDER: Final = re.compile(r"(^|[-_.])embed(ding|der)?s?([-_.]|$)", re.IGNORECASE)
 
 
@@ -36,7 +38,7 @@ def kind_of(config: Mapping[str, Any], files: Container[str], name: str) -> str:
         return AUDIO
     if any(isinstance(each, str) and each.endswith(_CLASSIFIER) for each in listed):
         return RERANK
-    last = name.rstrip("/").rpartition("/")[2]
+    last = _last_part(name)
     if _RERANKER.search(last):
         return RERANK
     is_encoder = config.get("model_type") in ENCODERS or config.get("use_bidirectional_attention") is True
@@ -52,4 +54,11 @@ def audio_family(config: Mapping[str, Any], name: str) -> str:
         return "parakeet"
     if model_type in (*TRANSCRIBERS, *SPEAKERS):
         return str(model_type)
-    return "soprano" if _SOPRANO.search(name.rstrip("/").rpartition("/")[2]) else ""
+    return "soprano" if _SOPRANO.search(_last_part(name)) else ""
+
+
+def _last_part(name: str) -> str:
+    """Return the last part of a path or a repository's name; of a snapshot's path, that of its repository's name."""
+    path = name.rstrip("/")
+    snapshot = _SNAPSHOT.search(path)
+    return snapshot[1] if snapshot is not None else path.rpartition("/")[2]

@@ -73,20 +73,20 @@ class PartnerLost(StepFailed):
 
 
 @contextmanager
-def foreign_code(explain: Callable[[Exception], Exception], *passed: type[Exception]) -> Generator[None]:
+def foreign_code(explain: Callable[[BaseException], Exception], *passed: type[Exception]) -> Generator[None]:
     """Translate exceptions of the code inside the `with` block, which may be code of any architecture, with `explain`.
 
     A `WorkerError` and the types in `passed` are not translated.
     """
     try:
         yield
-    except (WorkerError, *passed):
+    except (WorkerError, KeyboardInterrupt, *passed):
         raise
-    except Exception as error:  # only `explain` decides what an error means
+    except BaseException as error:  # a panic of Rust code is no `Exception`; only `explain` decides what an error means
         raise explain(error) from error
 
 
-def cannot_run(error: Exception) -> LoadFailed:
+def cannot_run(error: BaseException) -> LoadFailed:
     """Return the failure of a model whose first pass raised `error`."""
     code = Code.OUT_OF_MEMORY if is_allocation_failure(error) else Code.MODEL_UNSUPPORTED
     return LoadFailed(code, f"the model cannot be run: {type(error).__name__}: {str(error).partition(chr(10))[0]}")

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -21,7 +22,16 @@ from protocol.kinds import AUDIO, TEXT
 from protocol.spec import WorkerSpec, read_spec
 from protocol.to_worker import Shutdown
 from worker.engine.gauges import Gauges
-from worker.errors import LoadFailed, PartnerLost, RequestInvalid, WorkerError
+from worker.errors import (
+    LoadFailed,
+    PartnerLost,
+    RequestInvalid,
+    StepFailed,
+    WorkerError,
+    foreign_code,
+    is_fabric_fault,
+    is_gpu_fault,
+)
 from worker.link import GatewayLink
 
 if TYPE_CHECKING:
@@ -149,8 +159,10 @@ class WorkerMain:
         engine: Engine | TurnLoop[Any] | None = None
         try:
             memory.prepare_load()
-            kind = kind_of_spec(self._spec)
-            engine, ready = self._start_text() if kind == TEXT else self._start_jobs(kind)
+            # A missing module is the fault of the installation, not of the model.
+            with foreign_code(self._explain, ImportError):
+                kind = kind_of_spec(self._spec)
+                engine, ready = self._start_text() if kind == TEXT else self._start_jobs(kind)
             signal.signal(signal.SIGTERM, lambda _signum, _frame: self._link.stop(Shutdown("SIGTERM")))
             self._link.announce_ready(ready)
             engine.run()
@@ -170,6 +182,21 @@ class WorkerMain:
                 engine.fail_all(failure)
             return self._leave("step loop failed", failure, ExitStatus.INTERNAL)
         return self._leave("asked to stop", None, ExitStatus.OK)
+
+    def _explain(self, error: BaseException) -> WorkerError:
+        """Return the failure of a load with an error that no part of it has explained: the next worker would end with
+        it too, unless it is a fault of the device or of the connection between ranks.
+        """
+        from worker.model.load_errors import explain
+        from worker.model.loader import read_config, resolve
+
+        log.error("the load failed", exc_info=error)
+        if is_gpu_fault(error) or is_fabric_fault(error):
+            return StepFailed(Code.WORKER_DIED, "the device failed during the load", detail=repr(error))
+        config: dict[str, Any] = {}
+        with suppress(LoadFailed, OSError):
+            config = read_config(resolve(self._spec.path))
+        return explain(Path(self._spec.path), config, error)
 
     def _start_text(self) -> "tuple[Engine, Ready]":
         from worker.start.start_text import start_text

@@ -10,11 +10,11 @@ from gateway.config.settings import Config
 from gateway.ctl import tables
 from gateway.ctl.complete import model_argument
 from gateway.ctl.model_verbs.offline import read_config
-from gateway.ctl.prefix_files import clear as delete
-from gateway.ctl.prefix_files import measure
 from gateway.ctl.printing import Json, print_json, print_result
 from gateway.errors import ModelNotFound
 from gateway.failed import CommandFailed
+from gateway.model_files.prefix_files import clear as delete
+from gateway.model_files.prefix_files import measure
 
 app = typer.Typer(help="Show and clear the prefix cache on disk.", no_args_is_help=True)
 

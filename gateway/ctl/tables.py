@@ -16,9 +16,9 @@ from gateway.control_types import (
     UsageLines,
     UsageReport,
 )
-from gateway.ctl.prefix_files import PrefixFolder
 from gateway.ctl.printing import console
 from gateway.ctl.rates import RateSample, waiting
+from gateway.model_files.prefix_files import PrefixFolder
 
 # Drafted tokens before which the gain of drafts is too uncertain to be shown.
 MIN_GAIN_TOKENS = 1000

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -10,6 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gateway.model_files.metadata import TensorEntry, Unreadable, find, own_context, read_config, read_tensors
+from protocol.chat_templates import ADDITIONAL_TEMPLATES, ChatTemplates
 
 # Each prompt format for filling in the middle begins with one of these tokens. Workers know the whole formats.
 FILL_MARKS: Final = ("<|fim_prefix|>", "<fim_prefix>", "▁<PRE>", "<｜fim▁begin｜>", "<[fim-suffix]>", "[SUFFIX]")
@@ -30,10 +32,17 @@ class ModelFacts(Struct, frozen=True):
     size_bytes: int | None = None
     bits: int | None = None
     chat_template: str = ""
+    # Template for chats with tools; empty if `chat_template` renders them.
+    tool_template: str = ""
     # Whether the vocabulary has tokens for filling in the middle of a text.
     fills_middle: bool = False
     # Modification time of the files in seconds since the epoch; 0 without files.
     modified_s: float = 0.0
+
+    @property
+    def templates(self) -> str:
+        """Text of all templates in use, which shows what they render."""
+        return self.chat_template + self.tool_template
 
 
 class FactsReader:
@@ -67,13 +76,15 @@ def _read(folder: Path) -> ModelFacts:
         tensors = {}
     quantization = config.get("quantization")
     bits = quantization.get("bits") if isinstance(quantization, dict) else None
+    templates = _templates(folder)
     return ModelFacts(
         str(config.get("model_type", "")),
         own_context(config),
         parameters(tensors, quantization if isinstance(quantization, dict) else {}) if tensors else None,
         sum(end - start for start, end in (tensor.data_offsets for tensor in tensors.values())) if tensors else None,
         bits if isinstance(bits, int) and bits in _BITS else None,
-        _template(folder),
+        templates.plain,
+        templates.with_tools if templates.with_tools != templates.plain else "",
         _fills_middle(folder),
     )
 
@@ -123,21 +134,22 @@ def _fills_middle(folder: Path) -> bool:
     return False
 
 
-def _template(folder: Path) -> str:
-    """Return the default chat template, from the files in the tokenizer's own order."""
-    try:
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        pass
+def _templates(folder: Path) -> ChatTemplates:
+    """Return the chat templates, from the files in the tokenizer's own order."""
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((folder / ADDITIONAL_TEMPLATES).glob("*.jinja"))}
+    named: dict[str, str] = {}
+    for name, file in files.items():
+        with suppress(OSError, UnicodeDecodeError):
+            named[name] = file.read_text(encoding="utf-8")
+    if named:
+        return ChatTemplates.of(named)
     for name in ("chat_template.json", "tokenizer_config.json"):
         try:
             content: Any = json.loads((folder / name).read_bytes())
         except (OSError, ValueError, RecursionError):
             continue
-        template = content.get("chat_template") if isinstance(content, dict) else None
-        if isinstance(template, list):
-            named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
-            template = named.get("default")
-        if isinstance(template, str) and template:
-            return template
-    return ""
+        templates = ChatTemplates.of(content.get("chat_template") if isinstance(content, dict) else None)
+        if templates.texts:
+            return templates
+    return ChatTemplates()

@@ -6,11 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from protocol.kinds import audio_family
+
 MAIN: Final = "main"
+# mlx-lm's loader reads the files that match this pattern.
+WEIGHTS: Final = "model*.safetensors"
+# Patterns of the files one of which holds the vocabulary of a tokenizer.
+_VOCABULARY: Final = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 
 
 def cached_models(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the sorted ids of the repositories whose config and safetensors weights are in the cache."""
+    """Return the sorted ids of the repositories in the cache whose configuration, weights and tokenizer are there."""
     hub = cache_dir(environ)
     if not hub.is_dir():
         return []
@@ -75,15 +81,36 @@ def _blobs(repository: str) -> dict[Path, int]:
 
 
 def _is_model(folder: Path) -> bool:
-    """Whether the snapshot of `main`, which loaders use, is a text model."""
+    """Whether the snapshot of `main`, which loaders use, is a text model with all files that a load needs."""
     try:
         snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text(encoding="utf-8").strip()
         config = json.loads((snapshot / "config.json").read_bytes())
+        if not isinstance(config, dict) or "model_type" not in config or not _has_weights(snapshot):
+            return False
     except (OSError, ValueError):
         return False
-    if next(snapshot.glob("*.safetensors"), None) is None:
-        return False
-    if not isinstance(config, dict) or "model_type" not in config:
+    # Models of audio may have their vocabulary in code.
+    if not audio_family(config, repository_of(folder.name)) and not any(_files(snapshot, each) for each in _VOCABULARY):
         return False
     architectures = config.get("architectures") or ["ForCausalLM"]
     return any(str(name).endswith(("ForCausalLM", "ForConditionalGeneration")) for name in architectures)
+
+
+def _has_weights(snapshot: Path) -> bool:
+    """Whether the snapshot has weight files that loaders read, all of them if an index names them. Raises `OSError`
+    and `ValueError` for a broken index.
+    """
+    held = _files(snapshot, WEIGHTS)
+    index = snapshot / "model.safetensors.index.json"
+    if not held or not index.exists():
+        return bool(held)
+    match json.loads(index.read_bytes()):
+        case {"weight_map": {**weight_map}}:
+            return set(weight_map.values()) <= held
+        case _:
+            return False
+
+
+def _files(snapshot: Path, pattern: str) -> set[str]:
+    """Return the names of files that match a pattern. A link to a blob that is not in the cache is none."""
+    return {file.name for file in snapshot.glob(pattern) if file.exists()}

@@ -7,20 +7,19 @@ from pathlib import Path
 from typing import Final
 
 import protocol
+from gateway.model_files.folder_stamp import Stamp, folder_stamp
 from gateway.model_files.metadata import Unreadable, find
+from protocol.chat_templates import ADDITIONAL_TEMPLATES
 from protocol.model_digest import PROCESSOR_FILES, TOKENIZER_FILES, digest, files_digest, weights_digest
 
 _TEMPLATES: Final = ("chat_template.jinja", "chat_template.json")
-
-# A stamp lists the name, size and time of each file in a folder. The folder is read again when its stamp changes.
-_Stamp = tuple[tuple[str, int, int], ...]
 
 
 class FormReader:
     """Computes the forms of models. A folder is read again only when the size or time of a file has changed."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, tuple[str, ...]], tuple[_Stamp, str]] = {}
+        self._known: dict[tuple[str, tuple[str, ...]], tuple[Stamp, str]] = {}
 
     def read(self, path: str, settings: Iterable[str]) -> str:
         """Return the form of the model at `path`; empty if the model is not on this machine. Blocks while reading
@@ -31,7 +30,7 @@ class FormReader:
         key = path, tuple(settings)
         try:
             folder = find(path)
-            stamp = _stamp(folder)
+            stamp = folder_stamp(folder)
             known = self._known.get(key)
             if known is not None and known[0] == stamp:
                 return known[1]
@@ -44,15 +43,11 @@ class FormReader:
 
 def _form(folder: Path, settings: tuple[str, ...]) -> str:
     code = sorted(file.name for file in folder.glob("*.py"))
+    additional = sorted(str(file.relative_to(folder)) for file in folder.glob(f"{ADDITIONAL_TEMPLATES}/*.jinja"))
     return digest(
         protocol.__version__,
         settings,
         weights_digest(folder),
         files_digest(folder, ("config.json", *PROCESSOR_FILES, *code)),
-        files_digest(folder, (*TOKENIZER_FILES, *_TEMPLATES)),
+        files_digest(folder, (*TOKENIZER_FILES, *_TEMPLATES, *additional)),
     )
-
-
-def _stamp(folder: Path) -> _Stamp:
-    facts = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in facts)

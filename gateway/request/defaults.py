@@ -4,7 +4,7 @@
 
 import json
 import logging
-import time
+from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -19,64 +19,69 @@ T = TypeVar("T", bound=Struct)
 
 # These sampling fields are read from `generation_config.json`; vLLM reads the same.
 SAMPLING_FIELDS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# If a model has no files, its defaults are read again after this time, because it may have been downloaded meanwhile.
-MISSING_RETRY_S: Final = 5.0
+_FILE: Final = "generation_config.json"
 _NO_PROFILE: Final = ProfileConfig()
+
+# Size and modification time of a file; None if there is no file.
+_Stamp = tuple[int, int] | None
 
 
 class Defaults:
-    """Caches models with their defaults. Values from a model's folder are kept until the next configuration."""
+    """Caches models with their defaults. `generation_config.json` is read again for each load of the model, as the
+    worker reads the end-of-sequence tokens in it.
+    """
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, str], ModelConfig] = {}
-        self._retry_at: dict[tuple[str, str], float] = {}
+    def __init__(self, ready_epoch: Callable[[str], int]) -> None:
+        """`ready_epoch` returns the epoch of a model's worker while it is ready, else 0."""
+        self._ready_epoch = ready_epoch
+        # Each entry has the worker's epoch or, without a ready worker, the file's stamp.
+        self._known: dict[tuple[str, str], tuple[int | _Stamp, ModelConfig]] = {}
 
     def of(self, model: ModelConfig, profile: str = "") -> ModelConfig:
         """Return `model` with the defaults of `profile`, or with its own if there is no such profile."""
-        key = (model.full_name, profile)
+        key, version = (model.full_name, profile), self._ready_epoch(model.name) or _stamp(model.path)
         known = self._known.get(key)
-        if known is not None and time.monotonic() < self._retry_at.get(key, float("inf")):
-            return known
-        own = recommended(model.path)
-        if own is None:
-            self._retry_at[key] = time.monotonic() + MISSING_RETRY_S
-        else:
-            self._retry_at.pop(key, None)
+        if known is not None and known[0] == version:
+            return known[1]
         chosen = model.profiles.get(profile, _NO_PROFILE)
-        configured = over(chosen.sampling, model.sampling)
-        self._known[key] = filled = msgspec.structs.replace(
+        filled = msgspec.structs.replace(
             model,
-            sampling=configured if own is None else over(configured, own),
+            sampling=over(over(chosen.sampling, model.sampling), recommended(model.path)),
             thinking=over(chosen.thinking, model.thinking),
         )
+        self._known[key] = version, filled
         return filled
 
 
-def recommended(path: str) -> SamplingDefaults | None:
-    """Return the sampling in a model's `generation_config.json`. None if the model is not on this machine."""
+def recommended(path: str) -> SamplingDefaults:
+    """Return the sampling in a model's `generation_config.json`; no values if the model is not on this machine."""
     try:
-        folder = find(path)
-    except Unreadable:
-        return None
-    if not folder.is_dir():
-        return None
-    try:
-        content = json.loads((folder / "generation_config.json").read_bytes())
-    except FileNotFoundError:
+        content = json.loads((find(path) / _FILE).read_bytes())
+    except (Unreadable, FileNotFoundError):
         return SamplingDefaults()
     except (OSError, ValueError, RecursionError) as error:
-        log.warning("%s/generation_config.json is not readable JSON and is not used: %s", folder, error)
+        log.warning("%s of %s is not readable JSON and is not used: %s", _FILE, path, error)
         return SamplingDefaults()
-    return _usable(content, str(folder)) if isinstance(content, dict) else SamplingDefaults()
+    return _usable(content, path) if isinstance(content, dict) else SamplingDefaults()
 
 
-def _usable(content: dict[str, Any], folder: str) -> SamplingDefaults:
-    values = {name: content[name] for name in SAMPLING_FIELDS if content.get(name) is not None}
+def _stamp(path: str) -> _Stamp:
     try:
-        return msgspec.convert(values, SamplingDefaults)
-    except msgspec.ValidationError as error:
-        log.warning("%s/generation_config.json is not used: %s", folder, error)
-        return SamplingDefaults()
+        stat = (find(path) / _FILE).stat()
+    except (Unreadable, OSError):
+        return None
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _usable(content: dict[str, Any], path: str) -> SamplingDefaults:
+    """Return the sampling without values that no request may have, each of which is logged."""
+    usable = SamplingDefaults()
+    for name in SAMPLING_FIELDS:
+        try:
+            usable = over(usable, msgspec.convert({name: content.get(name)}, SamplingDefaults))
+        except msgspec.ValidationError as error:
+            log.warning("%s in %s of %s is not used: %s", name, _FILE, path, error)
+    return usable
 
 
 def over(stronger: T, weaker: T) -> T:

@@ -24,10 +24,11 @@ class Router:
         default: str = "",
         small: str = "",
         find_at_peers: PeerLookup = lambda _: None,
+        ready_epoch: Callable[[str], int] = lambda _: 0,
     ) -> None:
         """`default` and `small` are names of models, or empty."""
         self._names = Names(models, default, small)
-        self._defaults = Defaults()
+        self._defaults = Defaults(ready_epoch)
         self._find_at_peers = find_at_peers
 
     def resolve(self, name: str, caller: Caller) -> ModelConfig:
@@ -70,9 +71,11 @@ class LiveConfig:
     A request reads each value only once, so that a reload does not change the value midway.
     """
 
-    __slots__ = ("_find_at_peers", "config", "proxies", "router")
+    __slots__ = ("_find_at_peers", "_ready_epoch", "config", "proxies", "router")
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, ready_epoch: Callable[[str], int] = lambda _: 0) -> None:
+        """`ready_epoch` returns the epoch of a model's worker while it is ready, else 0."""
+        self._ready_epoch = ready_epoch
         self._find_at_peers: PeerLookup = lambda _: None
         self.apply(config)
 
@@ -83,5 +86,6 @@ class LiveConfig:
 
     def apply(self, config: Config) -> None:
         self.config = config
-        self.router = Router(config.models, config.server.default, config.server.small, self._find_at_peers)
+        server = config.server
+        self.router = Router(config.models, server.default, server.small, self._find_at_peers, self._ready_epoch)
         self.proxies = Proxies(config.server.trusted_proxies)

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
-from gateway.ctl import prefix_files
+from gateway.config.settings import CacheConfig, Config, ModelConfig, ServerConfig
+from gateway.model_files import prefix_files
+from gateway.prefix_limit import limit_prefixes
 from tests.support import disk as folder
 from tests.support.ctl import ctl
 from worker.prefix_cache.disk import CacheDisk, DiskEntry, FileStatus
@@ -37,6 +40,48 @@ def started(root: Path, key: str, model: str) -> CacheDisk:
 
 def test_the_gateway_knows_the_workers_layout() -> None:
     assert prefix_files.LABEL == LABEL
+
+
+def test_a_limit_is_applied_to_what_is_there_and_the_longest_unused_goes_first(tmp_path: Path) -> None:
+    root = tmp_path / "cache" / "prefix"
+    coder, other = started(root, "k1", "org/coder"), started(root, "k2", "other")
+    entries = [write(disk, number) for number in range(3) for disk in (coder, other)]
+    coder.close()
+    other.close()
+    size = folder.size(root) // len(entries)
+    quarantine = root / prefix_files.QUARANTINE
+    quarantine.mkdir()
+    (quarantine / f"k1.x{prefix_files.SUFFIX}").write_bytes(bytes(size))
+
+    assert prefix_files.limit(root, CAP).files == 0
+    assert prefix_files.limit(root, 4 * size).files == 3
+    assert not list(quarantine.iterdir()), "quarantined files go first"
+    left = {path.name.removesuffix(prefix_files.SUFFIX) for path in folder.files(root)}
+    assert left == {entry.key for entry in entries[2:]}
+    assert prefix_files.limit(root, size // 2).files == 4, "also if each file is larger than the limit"
+    assert prefix_files.limit(root, 0).files == 0
+    assert prefix_files.limit(tmp_path / "none", 0).files == 0
+
+
+@pytest.mark.anyio
+async def test_a_lowered_or_absent_limit_of_the_configuration_holds(tmp_path: Path) -> None:
+    def config(*limits_bytes: int) -> Config:
+        models = (ModelConfig(name=f"m{n}", path="p", cache=CacheConfig(disk_bytes=n)) for n in limits_bytes)
+        return Config(tmp_path, ServerConfig(), {model.name: model for model in models}, tmp_path / "mlxd.toml")
+
+    root = tmp_path / "cache" / "prefix"
+    disk = started(root, "k1", "org/coder")
+    for number in range(3):
+        write(disk, number)
+    size = folder.size(root) // 3
+    await limit_prefixes(config(CAP))
+    assert len(folder.files(root)) == 3
+    await limit_prefixes(config(0, 2 * size))
+    assert len(folder.files(root)) == 2
+    await limit_prefixes(config())
+    assert len(folder.files(root)) == 2, "no models are no limit"
+    await limit_prefixes(config(0))
+    assert folder.files(root) == []
 
 
 def test_a_model_is_cleared_under_a_running_worker_which_then_fills_the_whole_cap_again(tmp_path: Path) -> None:

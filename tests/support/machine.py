@@ -142,6 +142,8 @@ class FakeWorld:
         self.post: Callable[[Report], None] | None = None
         self.time = 1000.0
         self.jitter = 0.5
+        # Stamp of the model's files.
+        self.files = 0
         self.epoch = 0
         self.processes: list[FakeProcess] = []
         self.sent: list[Down] = []
@@ -327,6 +329,7 @@ class Machine:
                 world.now,
                 world.sleep,
                 world.random,
+                lambda _: world.files,
             ),
             load_timeout_s=600.0,
             is_preload=is_preload,

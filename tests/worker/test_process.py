@@ -55,6 +55,7 @@ from tests.support.models import VOCAB
 from tests.support.pictures import encoded, halves
 from tests.support.process import ROOT, TIMEOUT_S, Gateway, start
 from tests.support.scale import patient
+from worker.errors import LoadFailed, StepFailed, foreign_code
 from worker.main import WorkerMain
 
 ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
@@ -349,6 +350,38 @@ def test_a_panic_while_a_request_is_prepared_is_the_end_of_that_request() -> Non
     (rejected,) = sent
     assert isinstance(rejected, Rejected)
     assert (rejected.rid, rejected.failure.code) == (7, Code.INTERNAL)
+
+
+class _Panic(BaseException):
+    """As a panic of the tokenizer's Rust code is."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (TypeError("'<' not supported between instances of 'str' and 'int'"), Code.MODEL_CORRUPT),
+        (OverflowError("cannot convert float infinity to integer"), Code.MODEL_CORRUPT),
+        (_Panic("called `Option::unwrap()` on a `None` value"), Code.MODEL_CORRUPT),
+        (NotImplementedError("no cache of this kind"), Code.MODEL_UNSUPPORTED),
+        (MemoryError(), Code.OUT_OF_MEMORY),
+    ],
+)
+def test_an_error_of_a_load_that_nothing_has_explained_is_a_reason_and_no_crash(
+    error: BaseException, code: Code
+) -> None:
+    process = WorkerMain(WorkerSpec(name="m", path="demo", epoch=1, down="", up=""))
+    with pytest.raises(LoadFailed) as caught, foreign_code(process._explain):  # pyright: ignore[reportPrivateUsage]
+        raise error
+    assert caught.value.failure.code is code
+    process._link._context.term()  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("fault", ["[METAL] Command buffer execution failed", "[ring] Couldn't connect"])
+def test_a_fault_of_the_device_during_a_load_stays_a_crash(fault: str) -> None:
+    process = WorkerMain(WorkerSpec(name="m", path="demo", epoch=1, down="", up=""))
+    with pytest.raises(StepFailed), foreign_code(process._explain):  # pyright: ignore[reportPrivateUsage]
+        raise RuntimeError(fault)
+    process._link._context.term()  # pyright: ignore[reportPrivateUsage]
 
 
 def test_while_loading_pings_are_answered_requests_refused_drains_done_and_shutdown_obeyed(

@@ -20,10 +20,10 @@ from worker.embedding.job import EmbeddingInput, Numbers
 from worker.embedding.pooling import PoolingHead
 from worker.embedding.sentence_files import Steps, read_steps
 from worker.errors import LoadFailed, foreign_code
+from worker.model.load_errors import explain
 from worker.model.loader import (
     cast,
     check_weights,
-    explain,
     folded_config,
     nbytes,
     read_config,

@@ -56,7 +56,7 @@ class Division:
         _check(loaded, _shapes(model))
         model.agreement = Agreement(self._group)
 
-    def _undivided(self, config: dict[str, Any], error: Exception) -> LoadFailed:
+    def _undivided(self, config: dict[str, Any], error: BaseException) -> LoadFailed:
         kind = config.get("model_type")
         message = f"mlx-lm cannot divide '{kind}' as {self.parallel} by {self._group.size()}: {error}"
         return LoadFailed(Code.MODEL_UNSUPPORTED, message)

@@ -4,19 +4,21 @@ import json
 import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import mlx.core as mx
 import mlx.nn as nn
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
     IncompleteSnapshotError,
     LocalEntryNotFoundError,
 )
+from huggingface_hub.file_download import repo_folder_name
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import load_model, load_tokenizer
 
@@ -26,7 +28,7 @@ from protocol.failures import Code
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
 from protocol.weight_files import UnusableWeights, check_tensors, weight_files
-from worker.errors import LoadFailed, foreign_code, is_allocation_failure
+from worker.errors import LoadFailed, foreign_code
 from worker.model import packing
 from worker.model.batch_mode import BatchModePlan
 from worker.model.checkpoint_view import CONFIG, checkpoint_view
@@ -34,6 +36,7 @@ from worker.model.division import Division
 from worker.model.experts.expert_cache import attach as attach_experts
 from worker.model.experts.gathered_rows import experts_per_token, pass_tokens
 from worker.model.linears import Linears
+from worker.model.load_errors import explain
 from worker.model.rope_check import check_rope
 from worker.model.tokenizer_file import load_described
 from worker.speculation.drafter import Proposer
@@ -124,9 +127,10 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
             division.take(model, config)
         cast(model, spec.dtype)
         mx.eval(model.parameters())
+        _check_eos_key(config)
         tokenizer = _load_tokenizer(path, config, spec)
-    if not tokenizer.encode("a"):  # transformers returns an empty tokenizer for a folder without a tokenizer
-        raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no tokenizer that can encode text")
+        if not tokenizer.encode("a"):  # transformers returns an empty tokenizer for a folder without a tokenizer
+            raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no tokenizer that can encode text")
     if spec.chat_template:
         tokenizer.chat_template, tokenizer.has_chat_template = spec.chat_template, True
     linears = Linears(model)
@@ -238,7 +242,7 @@ def resolve(path: str) -> Path:
     if local.is_absolute() or path.startswith((".", "~")):
         raise LoadFailed(Code.MODEL_MISSING, f"there is no folder {path}")
     try:
-        return Path(snapshot_download(path, local_files_only=True))
+        return Path(snapshot_download(path, revision=_main_commit(path), local_files_only=True))
     except IncompleteSnapshotError as error:
         # Downloads omit files that MLX does not read; `check_weights` detects missing weights.
         return Path(error.snapshot_path)
@@ -247,6 +251,15 @@ def resolve(path: str) -> Path:
             Code.MODEL_MISSING,
             f"{path} is neither a folder nor in the local Hugging Face cache; download it with: mlxctl pull {path}",
         ) from error
+
+
+def _main_commit(repository: str) -> str | None:
+    """Return the commit of `main` in the cache; None if there is none. huggingface_hub takes a line end in the file for
+    a part of the commit."""
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
+    with suppress(OSError, ValueError):
+        return (folder / "refs" / "main").read_text(encoding="utf-8").strip() or None
+    return None
 
 
 def check_weights(path: Path, list_files: Callable[[Path], Sequence[Path]] = weight_files) -> int:
@@ -311,22 +324,6 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def explain(path: Path, config: dict[str, Any], error: Exception) -> LoadFailed:
-    """Return the failure of a load that raised `error`."""
-    text = str(error)
-    reason = text.partition("\n")[0].strip(" :")
-    if "not supported" in text:
-        kind = config["model_type"]
-        return LoadFailed(Code.MODEL_UNSUPPORTED, f"mlx-lm has no architecture '{kind}' ({path})", detail=text)
-    if "trust_remote_code" in text:
-        return LoadFailed(
-            Code.MODEL_UNSUPPORTED, f"{path} runs code of its own; allow it with trust_remote_code = true", detail=text
-        )
-    if is_allocation_failure(error):
-        return LoadFailed(Code.OUT_OF_MEMORY, f"not enough memory to load {path}", detail=text)
-    return LoadFailed(Code.MODEL_CORRUPT, f"{path} could not be loaded: {type(error).__name__}: {reason}", detail=text)
-
-
 def cast(model: Any, dtype: str) -> None:
     """Cast floating-point parameters; `auto` is float32 on a CPU, where half precision is slow, otherwise unchanged."""
     if dtype == "auto":
@@ -351,6 +348,17 @@ def nbytes(model: Any) -> int:
     """Return the bytes of a module's parameters."""
     parameters: Any = tree_flatten(model.parameters())
     return sum(int(array.nbytes) for _, array in parameters)
+
+
+def _check_eos_key(config: dict[str, Any]) -> None:
+    """Check the end-of-sequence ids, which mlx-lm reads from generation_config.json, else from config.json."""
+    given = config.get("eos_token_id")
+    ids: list[Any] = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(isinstance(token, int) for token in ids):
+        raise LoadFailed(
+            Code.MODEL_CORRUPT,
+            f"the model's files give eos_token_id as {json.dumps(given)}, which is not a token id or a list of them",
+        )
 
 
 def _check_eos(eos_ids: Sequence[int], vocab_size: int) -> None:

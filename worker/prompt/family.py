@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from msgspec import structs
 
+from protocol.chat_templates import ChatTemplates
 from protocol.failures import Code
 from protocol.prompts import ChatPrompt
 from worker.errors import LoadFailed
@@ -27,10 +28,10 @@ class ModelFamily:
     def __init__(self, loaded: LoadedModel, plain_chat: str, knows_tools: bool, wanted: str) -> None:
         """`plain_chat` is a rendered chat without reasoning or tools: its control tokens only mark turns."""
         tokenizer = loaded.tokenizer
-        template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
+        templates = ChatTemplates.of(tokenizer.chat_template)
         try:
             self.family = (
-                resolve(wanted) if wanted else detect_family(template, tokenizer.get_vocab(), loaded.model_type)
+                resolve(wanted) if wanted else detect_family(templates, tokenizer.get_vocab(), loaded.model_type)
             )
         except UnknownFamily as error:
             raise LoadFailed(Code.BAD_CONFIG, str(error)) from error
@@ -39,7 +40,7 @@ class ModelFamily:
         self.closing_ids = _ids(loaded, _closing(self.family))
         # Tokens that end the reasoning if a call is required: a message to a tool must follow it.
         self.calling_ids = _ids(loaded, next_message(self.family)) or self.closing_ids
-        self.visible = self._visible(tokenizer, template or "", plain_chat)
+        self.visible = self._visible(tokenizer, "".join(templates.texts), plain_chat)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         controls = {token: entry for token, entry in added.items() if is_markup(entry.content, entry.special)}
         self._controls = Controls({entry.content: entry.special for entry in controls.values()})

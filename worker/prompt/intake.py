@@ -56,6 +56,7 @@ from worker.prompt.text_limits import (
 )
 from worker.prompt.token_limits import check_limits, check_sampling
 from worker.prompt.truncation import CONTEXTS, fit_tokens, fit_turns, is_cut
+from worker.prompt.turn_end import warn_of_open_end
 from worker.prompt.turn_starts import TurnStarts
 from worker.prompt.word_ids import WordIds
 from worker.sampling.prompt_scores import scored_top
@@ -116,6 +117,7 @@ class Intake:
         )
         self._tool_rules = ToolRules(self._rules, loaded.tokenizer, self._family.tool_family, loaded.eos_ids)
         self._eos_ids = tuple(loaded.eos_ids)
+        warn_of_open_end(self._renderer, self._family.family, loaded.tokenizer, self._eos_ids)
         self._next_turns = NextTurnPrompts(
             self.recent,
             self._chat_vocabulary,

@@ -13,6 +13,7 @@ from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from msgspec import structs
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from protocol.chat_templates import ChatTemplates
 from protocol.failures import Code
 from protocol.prompts import ChatPrompt
 from worker.errors import LoadFailed, RequestInvalid
@@ -72,12 +73,14 @@ class Renderer:
         """`markers` are the media markers of a model that takes media; without `markers`, no media are expected."""
         self._tokenizer = tokenizer
         self._markers = markers
-        # Templates by name; empty for a model whose chat format is code, which mlx-lm's wrapper calls.
-        self._templates = _templates(tokenizer.chat_template)
-        self.has_template = bool(tokenizer.has_chat_template)
+        # Without templates, the model's chat format is code, which mlx-lm's wrapper calls.
+        self._templates = ChatTemplates.of(tokenizer.chat_template)
+        self._is_code = not self._templates.names
+        is_readable = not self._is_code or tokenizer.chat_template is None
+        self.has_template = bool(tokenizer.has_chat_template) and is_readable
         # FireFunction's template needs its tools as text, and the current time.
         self._wants_functions = self._mentions("functions") and not self._mentions("tools")
-        self.knows_tools = not self._templates or self._mentions("tools") or self._wants_functions
+        self.knows_tools = self._is_code or self._mentions("tools") or self._wants_functions
         self._special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
         # Value of `tools` without tools. Most templates test it, but a few iterate over it unconditionally and need an
         # empty list.
@@ -85,7 +88,7 @@ class Renderer:
         # Rewrite of message contents. A few templates render contents only as lists, because their models take images.
         self._shape_contents: Callable[[Messages], Messages] = unchanged
         self._shape_contents = self._choose_contents()
-        self._no_tools = [] if self._templates and not self._try([_QUESTION]) else None
+        self._no_tools = [] if not self._is_code and not self._try([_QUESTION]) else None
         self.knows_tools = self.knows_tools and self._renders_tools()
         self._write_calls = self._choose_calls()
         self._shape_calls = self._choose_shape()
@@ -141,7 +144,7 @@ class Renderer:
         """Return whether the template uses a variable in which the thinking options of the two prompts differ."""
         ours, theirs = _thinking_variables(prompt), _thinking_variables(other)
         changed = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
-        return not self._templates or any(self._mentions(name) for name in changed)
+        return self._is_code or any(self._mentions(name) for name in changed)
 
     def _render_somehow(self, prompt: ChatPrompt, opens_answer: bool) -> tuple[str, list[int]]:
         """Render with the first rewrite that the template accepts. If there is none, raise the error for the least
@@ -194,18 +197,24 @@ class Renderer:
         return None
 
     def _render(self, messages: Messages, prompt: ChatPrompt, opens_answer: bool) -> str:
+        is_for_tools = self.knows_tools and _mentions_tools(prompt)
         tools = prompt.tools or self._no_tools if self.knows_tools else self._no_tools
         variables = {**_thinking_variables(prompt), **prompt.template_kwargs}
         if self._wants_functions:
             variables = {**_functions(prompt), **variables}
-        if not self._templates:
+        if self._is_code:
             return self._render_in_code(messages, tools, opens_answer, prompt.continue_final, variables)
         messages = self._shape_contents(messages)
-        name = "tool_use" if tools and "tool_use" in self._templates else next(iter(self._templates))
+        template = self._templates.with_tools if is_for_tools else self._templates.plain
+        if not template:
+            names = ", ".join(self._templates.names)
+            raise TemplateError(f"none of its templates ({names}) is the default; set chat_template in mlxd.toml")
+        if template != self._templates.plain:
+            tools = prompt.tools  # Never None, because a template for tools may iterate over them unconditionally.
         rendered, _ = render_jinja_template(
             conversations=[messages],
             tools=cast(Any, tools),
-            chat_template=self._templates[name],
+            chat_template=template,
             add_generation_prompt=opens_answer,
             continue_final_message=prompt.continue_final,
             **{**self._special_tokens, **variables},
@@ -232,7 +241,7 @@ class Renderer:
     def _choose_contents(self) -> Callable[[Messages], Messages]:
         """Choose lists of parts for message contents if the template drops or refuses strings."""
         messages: Messages = [{"role": "user", "content": "word1"}]
-        for shape in (unchanged, as_parts) if self._templates else ():
+        for shape in () if self._is_code else (unchanged, as_parts):
             if any("word1" in (self._try(shape(messages), tools) or "") for tools in ([], [_PROBE_TOOL])):
                 return shape
         return unchanged
@@ -260,7 +269,7 @@ class Renderer:
     def _choose_calls(self) -> Callable[[Messages], Messages]:
         """Choose a rewrite of earlier calls that the template renders as JSON, without losing them."""
         ways = (unchanged, arguments_as_json, calls_in_text)
-        if not self._templates or not self.knows_tools:
+        if self._is_code or not self.knows_tools:
             return ways[0]
         return next((way for way in ways if self._is_written_well(way)), ways[0])
 
@@ -272,7 +281,7 @@ class Renderer:
 
     def _choose_shape(self) -> Callable[[Messages], Messages]:
         """Choose a rewrite of turns with several calls that the template neither refuses nor drops in part."""
-        if not self._templates or not self.knows_tools:
+        if self._is_code or not self.knows_tools:
             return CALL_SHAPES[0]
         for wanted in (("word1", "word2", "said"), ("word1", "word2")):
             for shape in CALL_SHAPES:
@@ -299,13 +308,13 @@ class Renderer:
         return is_taken and all(word in text for word in wanted)
 
     def _mentions(self, name: str) -> bool:
-        return any(re.search(rf"\b{name}\b", template) for template in self._templates.values())
+        return any(re.search(rf"\b{name}\b", template) for template in self._templates.texts)
 
     def _renders_tools(self) -> bool:
         """Return whether the template renders tools, at least after some rewrite of the messages. Other templates
         refuse or ignore tools.
         """
-        if not self._templates:
+        if self._is_code:
             return True
         messages: Messages = [{"role": "system", "content": "w"}, _QUESTION]
         for tools in ([_LISTED_TOOL], simple_tools([_LISTED_TOOL])):
@@ -322,7 +331,7 @@ class Renderer:
         turns: list[Messages] = [[_QUESTION, *later], [system, _QUESTION, *later]]
         if self.knows_tools:
             turns.append([system, _QUESTION, *self._write_calls([_CALLING, _RESULT])])
-        return bool(self._templates) and any(self._loses_word(adapt(messages)) for messages in turns)
+        return not self._is_code and any(self._loses_word(adapt(messages)) for messages in turns)
 
     def _loses_word(self, messages: Messages) -> bool:
         wanted = {words(message["content"]) for message in messages if "words" in words(message["content"])}
@@ -347,7 +356,7 @@ def adopt_template(tokenizer: Any, path: Path) -> None:
     This happens if the tokenizer has no template, or if only the processor's template renders images.
     """
     separate = _separate_template(path)
-    own = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    own = "".join(ChatTemplates.of(tokenizer.chat_template).texts)
     if separate and (not tokenizer.has_chat_template or (own and "image" not in own and "image" in separate)):
         tokenizer.chat_template, tokenizer.has_chat_template = separate, True
 
@@ -362,16 +371,6 @@ def _separate_template(path: Path) -> str:
     with suppress(OSError, ValueError):
         return (path / "chat_template.jinja").read_text(encoding="utf-8")
     return ""
-
-
-def _templates(chat_template: Any) -> dict[str, str]:
-    """Return the templates by name, with the default first."""
-    if isinstance(chat_template, str):
-        return {"default": chat_template}
-    if isinstance(chat_template, dict):
-        named: dict[str, str] = chat_template
-        return dict(sorted(named.items(), key=lambda item: item[0] != "default"))
-    return {}
 
 
 def _media(messages: Messages) -> list[dict[str, Any]]:

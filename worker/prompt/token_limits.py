@@ -56,9 +56,11 @@ def check_sampling(request: Generate, vocab_size: int, *, is_restricted: bool) -
         if value and is_restricted:
             message = f"{param} cannot be combined with a format of the output or tools that must be called"
             raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
+    if sampling.top_k < 0:  # more than the vocabulary is all of it, as in vLLM and transformers
+        raise RequestInvalid(Code.INVALID_REQUEST, "top_k is negative", param="top_k")
     likeliest = (("top_logprobs", request.top_logprobs), ("prompt_logprobs", request.prompt_logprobs))
-    for param, value in (("top_k", sampling.top_k), *((param, value or 0) for param, value in likeliest)):
-        if not 0 <= value <= vocab_size:
+    for param, value in likeliest:
+        if not 0 <= (value or 0) <= vocab_size:
             message = f"{param} is {value}, but the model's vocabulary has {vocab_size} tokens"
             raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
     if not REPETITION_PENALTY_MIN <= sampling.repetition_penalty <= REPETITION_PENALTY_MAX:

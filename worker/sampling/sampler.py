@@ -21,6 +21,8 @@ _MASK64 = (1 << 64) - 1
 _GREEDY_TEMPERATURE = 1e-5
 # Maximum top_k for which selecting and ordering the best tokens is faster than ordering the whole vocabulary.
 _MAX_PARTIAL_TOP_K = 1024
+# Number above each vocabulary: top_k without effect.
+_ALL: Final = 2**31 - 1
 # SplitMix64's increment (Steele, Lea, Flood 2014) spreads consecutive positions over the key space.
 _GOLDEN = 0x9E3779B97F4A7C15
 # XTC's draws use keys made from the seed changed by this mask.
@@ -157,7 +159,7 @@ class _Plan:
             greedy=mx.array(greedy),
             is_whole=mx.array(is_whole)[:, None],
             temperature=column([1.0 if cold else row.temperature for row, cold in zip(rows, greedy, strict=True)]),
-            top_k=column([row.top_k or 2**31 - 1 for row in rows], mx.int32),
+            top_k=column([min(row.top_k or _ALL, _ALL) for row in rows], mx.int32),
             top_p=column([row.top_p if row.top_p < 1 else 2.0 for row in rows]),
             log_min_p=column([math.log(row.min_p) if row.min_p > 0 else -math.inf for row in rows]),
             sigmas=column([row.top_n_sigma if row.top_n_sigma > 0 else math.inf for row in rows])

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from protocol.chat_templates import ChatTemplates
 from protocol.to_worker import Constraint
 from worker.output.parsers.channels import Channels
 from worker.output.parsers.detect import start_in_reasoning
@@ -169,8 +170,7 @@ class Rules:
         self.grammars = Grammars(tokenizer, vocab_size, eos_ids)
         self._family = family
         self._vocabulary: dict[str, int] = tokenizer.get_vocab()
-        template = getattr(tokenizer, "chat_template", None)
-        self._template: str = template if isinstance(template, str) else ""
+        self._template = "".join(ChatTemplates.of(getattr(tokenizer, "chat_template", None)).texts)
         self._eos_ids = tuple(eos_ids)
         self._token_bytes = token_bytes
         self._anything = np.arange(vocab_size) < len(tokenizer)

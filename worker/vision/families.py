@@ -197,7 +197,7 @@ class Processor:
     def _guarded(self, media: Media, act: Callable[[], Result]) -> Result:
         """Run code of a processor; any error fails only this request."""
 
-        def explain(error: Exception) -> RequestInvalid:
+        def explain(error: BaseException) -> RequestInvalid:
             reason = str(error).partition("\n")[0]
             message = f"The model's processor refused the {media.kind}: {type(error).__name__}: {reason}"
             return refused(message, media.param, INVALID[media.kind])
@@ -261,7 +261,7 @@ def open_processor(
         raise UnsupportedVision(f"mlxd does not know how '{kind}' shows images in a prompt")
     module, name, layout = _FAMILIES[kind]
 
-    def unusable(error: Exception) -> UnsupportedVision:
+    def unusable(error: BaseException) -> UnsupportedVision:
         log.warning("the image processor of %s cannot be used", path, exc_info=True)
         reason = str(error).partition("\n")[0]
         return UnsupportedVision(f"its image processor cannot be used: {type(error).__name__}: {reason}")

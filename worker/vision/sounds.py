@@ -94,26 +94,27 @@ class _SampleBuffer:
 
 def _read_wav(media: Media, rate: int, most_s: float, reserve: Reserve) -> Samples | None:
     """Decode a WAV file; return None if the standard library does not support its coding."""
+    header, sound = _wav_parts(media.data)
     try:
-        with wave.open(BytesIO(media.data)) as file:
+        with wave.open(BytesIO(header)) as file:
             own, width, channels = file.getframerate(), file.getsampwidth(), file.getnchannels()
+            if own < 1:
+                raise wave.Error("its rate is 0")
             if width > _MAX_SAMPLE_BYTES or not channels:
                 message = (
                     f"The WAV file has {8 * width} bits and {channels} channels; "
                     f"up to {8 * _MAX_SAMPLE_BYTES} bits are taken."
                 )
                 raise refused(message, media.param, Code.INVALID_AUDIO)
-            # The header of a file that was written as a stream may name more frames than the file has.
-            frames = min(file.getnframes(), len(media.data) // (width * channels))
-            _check_length(frames / max(own, 1), most_s, media.param)
-            if own < 1 or not frames:
+            block = width * channels
+            frames = len(sound) // block
+            _check_length(frames / own, most_s, media.param)
+            if not frames:
                 return np.zeros(0, dtype=np.float32)
             recording = _SampleBuffer(reserve, round(frames * rate / own))
             for part in _parts(frames, own, rate, _OVERLAP_S if own != rate else 0):
-                file.setpos(part.first - part.before)
-                raw = file.readframes(part.before + part.frames + part.after)
-                whole = len(raw) - len(raw) % (width * channels)
-                levels = _levels(raw[:whole], width).reshape(-1, channels).mean(axis=1)
+                begin, end = part.first - part.before, part.first + part.frames + part.after
+                levels = _levels(sound[begin * block : end * block], width).reshape(-1, channels).mean(axis=1)
                 recording.add(part.of(levels, own, rate))
     except _BROKEN as error:
         if "unknown format" in str(error):
@@ -121,6 +122,42 @@ def _read_wav(media: Media, rate: int, most_s: float, reserve: Reserve) -> Sampl
         reason = str(error) or "its parts do not fit together"
         raise refused(f"The WAV file is broken: {reason}.", media.param, Code.INVALID_AUDIO) from error
     return recording.samples()
+
+
+def _wav_parts(data: bytes) -> tuple[bytes, memoryview]:
+    """Return a WAV header that the standard library reads, and the sound.
+
+    Only the bytes that are there count, because a recorder that is killed or writes to a pipe never corrects the sizes
+    in its header: a size of 0 before bytes that are no further chunks, or a size beyond the end, means up to the end.
+    """
+    view, header, sound = memoryview(data), b"", memoryview(b"")
+    for name, begin, size in _chunks(view, 12):
+        if name == b"data":
+            is_unknown = size == 0 and not _ends_with_chunks(view, begin)
+            sound = view[begin:] if is_unknown else view[begin : begin + size]
+            header += b"data" + bytes(4)
+            break
+        if name == b"fmt ":
+            header += view[begin - 8 : begin + size + size % 2]
+    return b"RIFF" + struct.pack("<I", 4 + len(header)) + b"WAVE" + header, sound
+
+
+def _chunks(view: memoryview, at: int) -> Iterator[tuple[bytes, int, int]]:
+    """Yield the name, the begin and the stated size of each chunk, up to bytes that are none."""
+    while at + 8 <= len(view):
+        name, size = struct.unpack_from("<4sI", view, at)
+        if not name.isascii() or not name.decode().isprintable():
+            return
+        yield name, at + 8, size
+        at += 8 + size + size % 2
+
+
+def _ends_with_chunks(view: memoryview, at: int) -> bool:
+    """Return whether the rest of a file is a sequence of whole chunks, or nothing."""
+    end = at
+    for _, begin, size in _chunks(view, at):
+        end = begin + size
+    return len(view) - 1 <= end <= len(view)  # The last chunk may be padded.
 
 
 class _Part(NamedTuple):
@@ -163,7 +200,7 @@ def _fade(length: int) -> npt.NDArray[np.float64]:
     return np.concatenate([rise, np.ones(length - length // 2)])
 
 
-def _levels(raw: bytes, width: int) -> npt.NDArray[np.float64]:
+def _levels(raw: memoryview, width: int) -> npt.NDArray[np.float64]:
     if width == 1:
         return np.frombuffer(raw, dtype=np.uint8) / 128.0 - 1.0
     if width == 3:

@@ -84,9 +84,14 @@ class CatalogEntry:
         return self.model.chat_template or self.facts.chat_template
 
     @property
+    def templates(self) -> str:
+        """Text of all chat templates in use, which shows what they render."""
+        return self.model.chat_template or self.facts.templates
+
+    @property
     def knows_tools(self) -> bool:
         """Whether the model's chat template renders tools."""
-        return "tools" in self.chat_template
+        return "tools" in self.templates
 
 
 class Catalog:

@@ -176,7 +176,7 @@ def _capabilities(entry: CatalogEntry) -> list[str]:
         "tools": entry.knows_tools,
         "vision": "image" in entry.modalities,
         "audio": "audio" in entry.modalities,
-        "thinking": any(sign in entry.chat_template for sign in _THINKING_MARKS),
+        "thinking": any(sign in entry.templates for sign in _THINKING_MARKS),
     }
     if entry.kind != TEXT:
         # Ollama has no name for rerankers and audio models.

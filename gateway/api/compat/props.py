@@ -34,6 +34,7 @@ class Props(Struct, frozen=True):
     modalities: PropsModalities
     build_info: str
     chat_template: str | UnsetType = UNSET
+    chat_template_tool_use: str | UnsetType = UNSET
 
 
 async def model_props(catalog: Catalog, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,5 +54,6 @@ async def model_props(catalog: Catalog, scope: Scope, receive: Receive, send: Se
         PropsModalities("image" in entry.modalities, "audio" in entry.modalities),
         f"mlxd-{protocol.__version__}",
         entry.chat_template or UNSET,
+        (not entry.model.chat_template and entry.facts.tool_template) or UNSET,
     )
     await send_body(send, 200, msgspec.json.encode(props))

@@ -82,7 +82,7 @@ def _shortcomings(model: ServedModel, info: ModelMetadata, client: "Client") -> 
     found: list[str] = []
     if model.path in DEMOS:
         found.append("is a small model to try mlxd with, which cannot do the work of an agent")
-    if client.uses_tools and _TOOLS not in FactsReader().read(model.path).chat_template:
+    if client.uses_tools and _TOOLS not in FactsReader().read(model.path).templates:
         found.append("cannot call tools: its chat template shows it none")
     found += _context_shortcoming(model.context or info.context or 0, client)
     if info.tokens_max is not None and info.tokens_max < client.context_min <= (info.context or 0):

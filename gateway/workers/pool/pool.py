@@ -14,6 +14,7 @@ from gateway.config.settings import Config, ModelConfig
 from gateway.config.worker_spec import loads_alike, worker_spec
 from gateway.disk import SYSTEM_DISK, Disk
 from gateway.link.link import WorkerLink
+from gateway.model_files.folder_stamp import model_stamp
 from gateway.model_files.known_times import KnownTimes
 from gateway.workers.memory.broker import Broker
 from gateway.workers.memory.host import HostMemory, ThisMachine
@@ -108,6 +109,7 @@ class Pool:
             registry.next_epoch,
             self._clock,
             random=self._random,
+            stamp=lambda spec: (model_stamp(spec.path), model_stamp(spec.draft) if spec.draft else ()),
         )
         for model in self._config.models.values():
             self._workers[model.name] = self._make(model, self._effects)
@@ -264,6 +266,11 @@ class Pool:
     def handles(self) -> list[WorkerHandle]:
         """Return all workers, including those of removed models that have not stopped."""
         return list(self._workers.values())
+
+    def ready_epoch(self, model: str) -> int:
+        """Return the epoch of a model's worker while it is ready, else 0."""
+        worker = self._workers.get(model)
+        return worker.epoch if worker is not None and worker.state is State.READY else 0
 
     def load_left_s(self, model: str) -> float:
         """Estimate the seconds until a model is ready, from how long its newest loads took. Returns 0 if it is ready or

@@ -62,3 +62,5 @@ class Effects:
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     random: Callable[[], float] = random.random
+    # `stamp` returns a value that changes with the files of a specification's model.
+    stamp: Callable[[WorkerSpec], object] = lambda _: None

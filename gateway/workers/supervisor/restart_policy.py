@@ -65,7 +65,9 @@ class RestartPolicy:
         self.last_failure: Failure | None = None
         # Whether any start will fail until the model or its configuration changes.
         self.is_final = False
-        self.has_crashed = False
+        # Stamp of the model's files before the newest start.
+        self._stamp: object = None
+        self._has_crashed = False
         # Number of starts that followed a crash.
         self.restarts = 0
 
@@ -74,17 +76,24 @@ class RestartPolicy:
         """Return why the model is not available."""
         return self.last_failure or Failure(Code.INTERNAL, f"model '{self._model}' is not available")
 
-    def may_start(self, now: float) -> bool:
+    def may_start(self, now: float, stamp: object) -> bool:
+        """Return whether a request may start the model. `stamp` is the present one of the model's files.
+
+        A final failure ends when the files change: a download or an operator may have repaired them.
+        """
+        if self.is_final and stamp != self._stamp:
+            self.reset()
         return not self.is_final and now >= self._next_start_at
 
     def wait_s(self, now: float) -> float:
         """Return the seconds until the next start is allowed; 0 if no start is planned."""
         return 0.0 if self.is_final else max(0.0, self._next_start_at - now)
 
-    def note_restart(self) -> None:
-        """Count a start that follows a crash."""
-        self.restarts += 1
-        self.has_crashed = False
+    def note_start(self, stamp: object) -> None:
+        """Record a start with the stamp of the model's files. A start that follows a crash is counted."""
+        self._stamp = stamp
+        self.restarts += self._has_crashed
+        self._has_crashed = False
 
     def note_final(self, failure: Failure) -> None:
         """Record a failure that a restart cannot fix."""
@@ -99,7 +108,7 @@ class RestartPolicy:
         `healthy_s` is how long the worker was ready; None if it crashed while loading.
         """
         self.last_failure = failure
-        self.has_crashed = True
+        self._has_crashed = True
         self._breaker.crash(now, is_loading=healthy_s is None, healthy_s=healthy_s or 0.0, is_useful=is_useful)
         is_open = self._breaker.is_open(now)
         delay_s = HALF_OPEN_INTERVAL_S if is_open else self._breaker.delay_s(random)

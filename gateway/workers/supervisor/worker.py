@@ -143,7 +143,7 @@ class Worker(WorkerHandle):
             case State.STOPPED:
                 self._start()
             case State.FAILED | State.INCOMPATIBLE:
-                if self.restart_policy.may_start(self._effects.now()):
+                if self.restart_policy.may_start(self._effects.now(), self._effects.stamp(self.spec)):
                     self._start()
                 else:
                     self._answer_waiters(self.restart_policy.reason)
@@ -213,8 +213,7 @@ class Worker(WorkerHandle):
 
     def _start(self) -> None:
         """Begin the next incarnation, which first waits for memory."""
-        if self.restart_policy.has_crashed:
-            self.restart_policy.note_restart()
+        self.restart_policy.note_start(self._effects.stamp(self.spec))
         incarnation = self.incarnation = self._new_incarnation(self._effects.next_epoch())
         self._enter(State.STARTING)
         spec = replace(self.spec, epoch=self.epoch)

@@ -85,8 +85,8 @@ def test_without_a_file_the_demo_is_served(tmp_path: Path) -> None:
 def test_without_a_file_the_hugging_face_cache_is_served_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = tmp_path / "hub"
     monkeypatch.setenv("HF_HUB_CACHE", str(hub))
-    _fake_repo(hub, "org--good", {"config.json": '{"model_type": "qwen3"}', "model.safetensors": ""})
-    _fake_repo(hub, "org--no-weights", {"config.json": '{"model_type": "qwen3"}'})
+    _fake_repo(hub, "org--good", _WHOLE)
+    _fake_repo(hub, "org--no-weights", {"config.json": _CONFIG, "tokenizer.json": ""})
     _fake_repo(
         hub, "org--bert", {"config.json": '{"model_type": "b", "architectures": ["BertModel"]}', "m.safetensors": ""}
     )
@@ -98,12 +98,59 @@ def test_without_a_file_the_hugging_face_cache_is_served_too(tmp_path: Path, mon
     assert not any(model.preload for model in models.values())
 
 
+_CONFIG = '{"model_type": "qwen3"}'
+_WHOLE = {"config.json": _CONFIG, "tokenizer.json": "", "model.safetensors": ""}
+_SHARDS = '{"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}'
+
+
+@pytest.mark.parametrize(
+    ("names", "is_listed"),
+    [
+        (["model.safetensors", "tokenizer.json"], True),
+        (["model.safetensors", "vocab.json", "merges.txt"], True),
+        (["model.safetensors", "sentencepiece.bpe.model"], True),
+        (["model-1-of-2.safetensors", "model-2-of-2.safetensors", "tokenizer.model"], True),
+        (["model-1-of-2.safetensors", "tokenizer.json"], False),
+        (["tokenizer.json"], False),
+        (["consolidated.safetensors", "tokenizer.json"], False),
+        (["weights.00.safetensors", "tokenizer.json"], False),
+        (["._model.safetensors", "tokenizer.json"], False),
+        (["mlx/model.safetensors", "tokenizer.json"], False),
+        (["model.safetensors"], False),
+        (["model.safetensors", "tokenizer_config.json"], False),
+    ],
+)
+def test_only_what_can_be_loaded_is_served_from_the_hugging_face_cache(
+    tmp_path: Path, names: list[str], is_listed: bool
+) -> None:
+    files = {"config.json": _CONFIG, **dict.fromkeys(names, "")}
+    if any("-of-2" in name for name in names):
+        files["model.safetensors.index.json"] = _SHARDS
+    _fake_repo(tmp_path, "org--model", files)
+    assert cached_models({"HF_HUB_CACHE": str(tmp_path)}) == ["org/model"] * is_listed
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_file_whose_blob_is_gone_makes_no_model_of_the_cache(tmp_path: Path, name: str) -> None:
+    _fake_repo(tmp_path, "org--model", _WHOLE)
+    file = tmp_path / "models--org--model" / "snapshots" / "abc" / name
+    file.unlink()
+    file.symlink_to(tmp_path / "models--org--model" / "blobs" / "gone")
+    assert cached_models({"HF_HUB_CACHE": str(tmp_path)}) == []
+
+
+def test_a_model_of_audio_may_have_its_vocabulary_in_code(tmp_path: Path) -> None:
+    _fake_repo(tmp_path, "org--hears", {"config.json": '{"model_type": "whisper"}', "model.safetensors": ""})
+    assert cached_models({"HF_HUB_CACHE": str(tmp_path)}) == ["org/hears"]
+
+
 def _fake_repo(hub: Path, name: str, files: dict[str, str]) -> None:
     snapshot = hub / f"models--{name}" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (hub / f"models--{name}" / "refs").mkdir()
     (hub / f"models--{name}" / "refs" / "main").write_text("abc")
     for file, text in files.items():
+        (snapshot / file).parent.mkdir(exist_ok=True)
         (snapshot / file).write_text(text)
 
 

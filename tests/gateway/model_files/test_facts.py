@@ -69,6 +69,23 @@ def test_a_download_that_goes_on_and_a_changed_folder_are_read_again(tmp_path: P
     assert read() == ModelFacts("y", 7, 2, 4, chat_template="T")
 
 
+@pytest.mark.parametrize("is_list", [True, False])
+def test_a_template_for_tools_shows_that_tools_are_rendered(tmp_path: Path, is_list: bool) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "x"}')
+    named = {"rag": "documents", "default": "plain", "tool_use": "tools"}
+    if is_list:
+        listed = [{"name": name, "template": text} for name, text in named.items()]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
+    else:
+        additional = tmp_path / "additional_chat_templates"
+        additional.mkdir()
+        (tmp_path / "chat_template.jinja").write_text(named["default"])
+        for name in ("rag", "tool_use"):
+            (additional / f"{name}.jinja").write_text(named[name])
+    facts = FactsReader().read(str(tmp_path))
+    assert (facts.chat_template, facts.tool_template, facts.templates) == ("plain", "tools", "plaintools")
+
+
 @pytest.mark.parametrize("is_ascii", [True, False])
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("form", _forms())

@@ -226,6 +226,37 @@ def test_a_top_p_of_zero_is_a_default_like_others(tmp_path: Path) -> None:
     assert Router({"m": model}).resolve("m", OWNER).sampling == SamplingDefaults(temperature=0.6, top_p=0)
 
 
+def test_one_value_that_makes_no_sense_does_not_take_the_others_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = {"temperature": "0.6", "top_p": 2, "top_k": -1, "min_p": 0.1, "repetition_penalty": 1.1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(own))
+    routes = Router({"m": ModelConfig(name="m", path=str(tmp_path))})
+
+    assert routes.resolve("m", OWNER).sampling == SamplingDefaults(min_p=0.1, repetition_penalty=1.1)
+    assert [record.message.split()[0] for record in caplog.records] == ["temperature", "top_p", "top_k"]
+
+
+def test_the_generation_config_is_read_again_for_each_load_and_not_while_the_model_is_ready(tmp_path: Path) -> None:
+    file, ready_epoch = tmp_path / "generation_config.json", 0
+    model = ModelConfig(name="m", path=str(tmp_path), profiles={"same": ProfileConfig()})
+    routes = Router({"m": model}, ready_epoch=lambda _: ready_epoch)
+
+    def temperatures(written: float) -> set[float | None]:
+        file.write_text(json.dumps({"temperature": written}))
+        return {routes.resolve(name, OWNER).sampling.temperature for name in ("m", "m:same")}
+
+    assert routes.resolve("m", OWNER).sampling == SamplingDefaults()
+    assert temperatures(0.5) == {0.5}
+    ready_epoch = 1
+    assert temperatures(0.25) == {0.25}, "the load read the file too"
+    assert temperatures(0.125) == {0.25}
+    ready_epoch = 2
+    assert temperatures(0.75) == {0.75}
+    ready_epoch = 0
+    assert temperatures(1.5) == {1.5}
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"temperature": "hot"}', '{"top_p": 7}'])
 def test_a_generation_config_that_makes_no_sense_is_not_used(tmp_path: Path, text: str) -> None:
     (tmp_path / "generation_config.json").write_text(text)

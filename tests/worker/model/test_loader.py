@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from huggingface_hub import constants
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text, qwen3_5
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
@@ -86,6 +87,18 @@ def test_a_folder_that_is_not_there_is_missing(tmp_path: Path) -> None:
 def test_a_relative_folder_that_is_not_there_is_missing_and_no_repository(path: str) -> None:
     with pytest.raises(LoadFailed, match="there is no folder"):
         resolve(path)
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_a_repository_is_found_however_the_line_of_its_commit_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository, commit = tmp_path / "models--org--model", "0123456789abcdef0123456789abcdef01234567"
+    (repository / "snapshots" / commit).mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_bytes((commit + end).encode())
+    assert resolve("org/model") == repository / "snapshots" / commit
 
 
 def test_a_file_is_no_model_folder(folder: Path) -> None:
@@ -211,6 +224,29 @@ def test_a_broken_tokenizer_is_corrupt(folder: Path) -> None:
     refused(folder, Code.MODEL_CORRUPT)
 
 
+@pytest.mark.parametrize("given", ["<|im_end|>", [2, None], 2.5, [[2], 0], {"id": 2}, ["2"]])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_an_end_of_sequence_that_is_no_token_id_is_named(folder: Path, name: str, given: Any) -> None:
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    content = json.loads((folder / "config.json").read_text()) if name == "config.json" else {}
+    (folder / name).write_text(json.dumps({**content, "eos_token_id": given}))
+    assert f"eos_token_id as {json.dumps(given)}" in refused(folder, Code.MODEL_CORRUPT)
+
+
+@pytest.mark.parametrize(("key", "value"), [("vocab_size", "260"), ("num_hidden_layers", [2]), ("head_dim", {})])
+def test_a_value_of_another_type_in_the_configuration_is_named(folder: Path, key: str, value: Any) -> None:
+    change_config(folder, **{key: value})
+    message = refused(folder, Code.MODEL_CORRUPT)
+    assert key in message
+    assert "mlx-lm has no" not in message
+
+
+@pytest.mark.parametrize("text", ['{"model_max_length": "32768"}', "[]"])
+def test_a_tokenizer_configuration_that_no_tokenizer_reads_is_named(folder: Path, text: str) -> None:
+    (folder / "tokenizer_config.json").write_text(text)
+    assert "tokenizer_config.json" in refused(folder, Code.MODEL_CORRUPT)
+
+
 def test_the_size_of_the_weights_is_known_before_they_are_loaded(folder: Path) -> None:
     assert check_weights(folder) == weights(folder).stat().st_size
 
@@ -221,6 +257,22 @@ def test_the_size_of_the_weights_is_known_before_they_are_loaded(folder: Path) -
 def test_an_architecture_that_mlx_lm_lacks_is_unsupported(folder: Path) -> None:
     change_config(folder, model_type="perceptron")
     assert "perceptron" in refused(folder, Code.MODEL_UNSUPPORTED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"quantization": {"group_size": 32, "bits": 4, "model.layers.0.mlp.up_proj": {"bits": 7}}}, "bits 7"),
+        ({"rope_scaling": {"rope_type": "ntk2", "factor": 2.0}}, "ntk2"),
+    ],
+)
+def test_what_an_architecture_does_not_support_is_said_and_not_that_there_is_none(
+    folder: Path, changes: dict[str, Any], reason: str
+) -> None:
+    change_config(folder, **changes)
+    message = refused(folder, Code.MODEL_UNSUPPORTED)
+    assert reason in message
+    assert "mlx-lm has no" not in message
 
 
 def test_code_of_a_model_runs_only_when_it_is_allowed(folder: Path) -> None:

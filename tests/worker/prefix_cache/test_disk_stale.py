@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.ctl import prefix_files
+from gateway.model_files import prefix_files
 from tests.support import disk as folder
 from tests.support.scale import patient
 from tests.worker.prefix_cache.test_disk import PLENTY, write

@@ -106,6 +106,21 @@ def test_a_named_template_for_tools_is_used_for_tools() -> None:
     assert not render(named, CONVERSATION[:2]).startswith("TOOLS:")
 
 
+def test_a_chat_with_earlier_calls_keeps_the_template_that_renders_them() -> None:
+    text = render(
+        {"tool_use": "TOOLS:" + TOOLS + "{%- endfor %}", "default": "{{ messages[0].content }}"}, CONVERSATION
+    )
+    assert text.startswith("TOOLS:")
+    assert "sunny" in text
+
+
+def test_a_plain_chat_never_gets_the_template_of_another_purpose() -> None:
+    named = {"rag": "documents", "tool_use": "TOOLS:" + TOOLS + "{%- endfor %}"}
+    assert render(named, CONVERSATION[:2], tools=[WEATHER]).startswith("TOOLS:")
+    with pytest.raises(RequestInvalid, match=r"none of its templates \(rag, tool_use\) is the default"):
+        render(named, CONVERSATION[:2])
+
+
 def test_mistrals_ids_are_made_of_nine_characters_and_stay_the_same() -> None:
     template = TOOLS + (
         "{%- if m.tool_call_id and m.tool_call_id | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}"

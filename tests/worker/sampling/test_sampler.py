@@ -97,6 +97,8 @@ def chi_square(sampled: Sequence[int], expected: Floats) -> float:
         Sampling(top_k=1),
         Sampling(top_k=5),
         Sampling(top_k=VOCAB),
+        Sampling(top_k=1 << 31),
+        Sampling(top_k=VOCAB + 1, top_p=0.8),
         Sampling(top_p=0.0),
         Sampling(top_p=0.5),
         Sampling(top_p=0.95),

@@ -175,6 +175,34 @@ def test_a_wav_file_that_is_cut_short_gives_what_it_has() -> None:
     assert len(samples) == 70 * RATE
 
 
+@pytest.mark.parametrize("riff", [0, 36, 1000, 0x7FFFFFFF, 0xFFFFFFFF])
+@pytest.mark.parametrize("size", [0, 0x7FFFFFDB, 0xFFFFFFFF])
+@pytest.mark.parametrize("before", [b"", b"LIST\x05\0\0\0INFOx\0"])
+def test_a_recording_whose_sizes_were_never_corrected_goes_to_the_end(riff: int, size: int, before: bytes) -> None:
+    whole = wav(tone(RATE), RATE)
+    for silence in (b"", bytes(4_000)):
+        sound = silence + whole[44:]
+        data = b"RIFF" + struct.pack("<I", riff) + whole[8:36] + before + b"data" + struct.pack("<I", size) + sound
+        samples = read_audio(media(data), RATE, 30.0)
+        assert len(samples) == len(sound) // 2
+        assert np.abs(samples[-len(tone(RATE)) :] - tone(RATE)).max() < 1e-3
+
+
+@pytest.mark.parametrize("after", [b"", b"LIST\x04\0\0\0INFO", b"id3 \x03\0\0\0abc\0", b"id3 \x03\0\0\0abc"])
+def test_chunks_behind_an_empty_recording_are_no_sound(after: bytes) -> None:
+    assert "no sound" in refusal(wav(np.zeros(0), RATE) + after)[1]
+
+
+def test_chunks_behind_the_sound_are_no_sound() -> None:
+    assert len(read_audio(media(wav(tone(RATE), RATE) + b"LIST\x04\0\0\0INFO"), RATE, 30.0)) == len(tone(RATE))
+
+
+def test_a_rate_of_zero_is_named() -> None:
+    data = bytearray(wav(tone(RATE), RATE))
+    data[24:28] = bytes(4)
+    assert "rate is 0" in refusal(bytes(data))[1]
+
+
 def test_what_a_reservation_raises_ends_the_reading() -> None:
     class Full(Exception):
         pass

@@ -109,7 +109,7 @@ def sample(tokenizer: Any, vocab_size: int) -> list[int]:
     return ids + [(20 + 7 * at) % vocab_size for at in range(SAMPLE_TOKENS - len(ids))]
 
 
-def refusal(error: Exception) -> LoadFailed:
+def refusal(error: BaseException) -> LoadFailed:
     """Return the failure of a model whose first forward pass raised `error`. Raises faults of the device again."""
     message = f"mlx-lm cannot run this model: {reason_of(error)}"
     return LoadFailed(Code.MODEL_UNSUPPORTED, message, detail=repr(error))
@@ -285,7 +285,7 @@ def _generate(batch: Batch, prompts: Sequence[list[int]], chunk: int, begun: int
     return outputs
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """Return a description of a model's error. Raises the error itself if it comes from the device or from a lack of
     memory."""
     text = str(error)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Container
 from typing import Final
 
+from protocol.chat_templates import ChatTemplates
 from worker.output.parsers.channels import Channels
 from worker.output.parsers.families import FAMILIES, resolve
 
@@ -92,12 +93,12 @@ _SIBLINGS: Final = {
 }
 
 
-def detect_family(chat_template: str | None, vocab: Container[str], model_type: str) -> str:
-    """Detect the family of a model from its template, else from its type, else from its special tokens."""
-    template = chat_template or ""
-    for family, words in _TEMPLATES:
-        if all(word in template for word in words):
-            return _SIBLINGS.get((family, model_type), family)
+def detect_family(templates: ChatTemplates, vocab: Container[str], model_type: str) -> str:
+    """Detect the family of a model from its templates, else from its type, else from its special tokens."""
+    for template in templates.texts:
+        for family, words in _TEMPLATES:
+            if all(word in template for word in words):
+                return _SIBLINGS.get((family, model_type), family)
     if model_type in _MODEL_TYPES:
         return resolve(_MODEL_TYPES[model_type])
     for family, words in _VOCABULARY:

@@ -151,6 +151,34 @@ async def test_a_final_exit_is_not_retried_until_somebody_asks_explicitly(status
         await explicit
 
 
+async def test_a_final_exit_is_retried_once_for_each_change_of_the_models_files() -> None:
+    async with Machine() as m:
+        for attempt in range(1, 4):
+            m.world.files += 1
+            waiting = await m.ask()
+            m.hello()
+            m.post(Goodbye(m.worker.epoch, "load", Failure(Code.MODEL_CORRUPT, f"incomplete {attempt}")))
+            await m.crash(66)
+            assert (await unavailable(waiting)).failure.message == f"incomplete {attempt}"
+            assert (await unavailable(await m.ask())).failure.message == f"incomplete {attempt}"
+            assert len(m.world.processes) == attempt
+        m.world.files += 1
+        served = await m.ask()
+        m.hello()
+        m.ready()
+        await served
+
+
+async def test_files_that_change_during_the_failed_load_are_tried_again() -> None:
+    async with Machine() as m:
+        waiting = await m.ask()
+        m.world.files += 1
+        await m.crash(66)
+        await unavailable(waiting)
+        await m.ask()
+        assert len(m.world.processes) == 2
+
+
 async def test_a_protocol_mismatch_is_final_and_does_not_loop() -> None:
     async with Machine(is_preload=True) as m:
         waiting = await m.ask()

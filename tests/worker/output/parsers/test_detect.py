@@ -2,6 +2,7 @@
 
 import pytest
 
+from protocol.chat_templates import ChatTemplates
 from worker.output.parsers.detect import detect_family, start_in_reasoning
 from worker.output.parsers.families import ALIASES, FAMILIES, UnknownFamily, resolve
 
@@ -26,18 +27,24 @@ TEMPLATES = {
 
 @pytest.mark.parametrize(("template", "family"), TEMPLATES.items(), ids=TEMPLATES.values())
 def test_a_template_names_its_family(template: str, family: str) -> None:
-    assert detect_family(template, frozenset(), "") == family
+    assert detect_family(ChatTemplates.of(template), frozenset(), "") == family
+
+
+def test_the_template_for_tools_names_the_family_before_the_default_one() -> None:
+    named = {"default": "{{ '</think>' }}", "tool_use": "Action: tool_name", "rag": "<minimax:tool_call>"}
+    assert detect_family(ChatTemplates.of(named), frozenset(), "") == "command_r"
+    assert detect_family(ChatTemplates.of({**named, "tool_use": "tools"}), frozenset(), "") == "think"
 
 
 def test_special_tokens_tell_where_the_template_does_not() -> None:
-    assert detect_family("", {"<|tool_call_start|>", "<|tool_call_end|>"}, "") == "lfm2_pythonic"
-    assert detect_family(None, frozenset(), "gpt_oss") == "harmony"
-    assert detect_family(None, frozenset(), "") == "none"
+    assert detect_family(ChatTemplates(), {"<|tool_call_start|>", "<|tool_call_end|>"}, "") == "lfm2_pythonic"
+    assert detect_family(ChatTemplates(), frozenset(), "gpt_oss") == "harmony"
+    assert detect_family(ChatTemplates(), frozenset(), "") == "none"
 
 
 def test_siblings_with_the_same_markup_are_told_by_the_model_type() -> None:
     template = "<tool_call>\n<function=f>\n<parameter=p>"
-    assert detect_family(template, frozenset(), "step3p5") == "step3p5"
+    assert detect_family(ChatTemplates.of(template), frozenset(), "step3p5") == "step3p5"
 
 
 @pytest.mark.parametrize(("alias", "family"), ALIASES.items())

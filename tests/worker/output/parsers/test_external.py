@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from protocol.chat_templates import ChatTemplates
 from protocol.from_worker import DeltaKind
 from tests.worker.output.parsers.replay import Case, calls_of, check_shape, random_cuts, replay, text_of
 from worker.output.parsers.cli import BrokenTemplate, render
@@ -113,7 +114,7 @@ def test_what_templates_write_is_read_back(content: str, reasoning: str) -> None
         raw = whole[len(prompt) :]
         if not whole.startswith(prompt) or "get_weather" not in raw:
             continue
-        family = detect_family(template, frozenset(), "")
+        family = detect_family(ChatTemplates.of(template), frozenset(), "")
         is_open = start_in_reasoning(family, prompt)
         if is_open and reasoning_end(family) not in raw:
             continue  # An old answer is rendered without the reasoning that a new one has.
@@ -133,7 +134,7 @@ def test_what_templates_write_is_read_back(content: str, reasoning: str) -> None
 def test_every_template_is_detected() -> None:
     for path in sorted((Path(DATA) / "chat_templates").glob("*.jinja")):
         template = path.read_text(encoding="utf-8")
-        family = detect_family(template, frozenset(), "")
+        family = detect_family(ChatTemplates.of(template), frozenset(), "")
         assert family in FAMILIES
         has_calls = "tool_call" in template and "tools" in template
         assert family not in ("none", "think") or not has_calls or "rwkv" in path.name, path.name

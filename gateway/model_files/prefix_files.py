@@ -1,4 +1,4 @@
-"""The prefix cache's folder on disk, measured and emptied while workers may be using it.
+"""The prefix cache's folder on disk, measured, limited and emptied while workers may be using it.
 
 The worker defines the layout (`worker/prefix_cache/disk.py`). Each folder `<key>` belongs to one form of a model and
 contains `<edge>.safetensors` files and `.model`, which holds the model's path. Beside these folders are `quarantine/`
@@ -18,6 +18,7 @@ from msgspec import Struct
 SUFFIX: Final = ".safetensors"
 LABEL: Final = ".model"
 LEDGER: Final = ".total"
+QUARANTINE: Final = "quarantine"
 
 
 class PrefixFolder(Struct, frozen=True):
@@ -60,6 +61,28 @@ def clear(root: Path, model: str | None = None) -> DeletedFiles:
             # The next writer counts the files if the ledger is empty.
             os.ftruncate(ledger, 0)
     return DeletedFiles(files, size_bytes)
+
+
+def limit(root: Path, size_bytes: int) -> DeletedFiles:
+    """Delete quarantined files, then the least recently used ones, until at most `size_bytes` are left.
+
+    Workers enforce the limit only when they write, so that a lowered limit would leave what is there. Raises `OSError`.
+    """
+    with _locked(root) as ledger:
+        found: list[tuple[bool, int, int, Path]] = []
+        for path in (path for folder in _folders(root) for path in folder.glob(f"*{SUFFIX}")):
+            with contextlib.suppress(FileNotFoundError):
+                facts = path.stat()
+                found.append((path.parent.name != QUARANTINE, facts.st_mtime_ns, facts.st_size, path))
+        beyond, files, deleted = sum(size for _, _, size, _ in found) - size_bytes, 0, 0
+        for _, _, size, path in sorted(found):
+            if deleted >= beyond:
+                break
+            path.unlink(missing_ok=True)
+            files, deleted = files + 1, deleted + size
+        if files and ledger is not None:
+            os.ftruncate(ledger, 0)
+    return DeletedFiles(files, deleted)
 
 
 @contextlib.contextmanager
