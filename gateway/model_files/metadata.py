@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gateway.control_types import Speeds
-from gateway.model_files.hub_cache import WEIGHTS, folder_of
+from gateway.model_files.hub_cache import folder_of
 from gateway.model_files.worker_memory import fixed_bytes
 from protocol.checkpoint import AUDIO_SECTIONS, VISION_SECTIONS, context_of, has_section, is_head, is_tower, unused
 from protocol.experts import has_index, read_index
