@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Final
 
 from protocol.kinds import audio_family
+from protocol.weight_files import weight_files
 
 MAIN: Final = "main"
-# mlx-lm's loader reads the files that match this pattern.
-WEIGHTS: Final = "model*.safetensors"
 # Patterns of the files one of which holds the vocabulary of a tokenizer.
 _VOCABULARY: Final = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 
@@ -85,30 +84,16 @@ def _is_model(folder: Path) -> bool:
     try:
         snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text(encoding="utf-8").strip()
         config = json.loads((snapshot / "config.json").read_bytes())
-        if not isinstance(config, dict) or "model_type" not in config or not _has_weights(snapshot):
+        if not isinstance(config, dict) or "model_type" not in config:
             return False
-    except (OSError, ValueError):
+        weight_files(snapshot)
+    except (OSError, ValueError):  # `UnusableWeights` is a `ValueError`
         return False
     # Models of audio may have their vocabulary in code.
     if not audio_family(config, repository_of(folder.name)) and not any(_files(snapshot, each) for each in _VOCABULARY):
         return False
     architectures = config.get("architectures") or ["ForCausalLM"]
     return any(str(name).endswith(("ForCausalLM", "ForConditionalGeneration")) for name in architectures)
-
-
-def _has_weights(snapshot: Path) -> bool:
-    """Whether the snapshot has weight files that loaders read, all of them if an index names them. Raises `OSError`
-    and `ValueError` for a broken index.
-    """
-    held = _files(snapshot, WEIGHTS)
-    index = snapshot / "model.safetensors.index.json"
-    if not held or not index.exists():
-        return bool(held)
-    match json.loads(index.read_bytes()):
-        case {"weight_map": {**weight_map}}:
-            return set(weight_map.values()) <= held
-        case _:
-            return False
 
 
 def _files(snapshot: Path, pattern: str) -> set[str]:
