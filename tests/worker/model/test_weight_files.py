@@ -167,12 +167,22 @@ def test_an_audio_model_is_loaded_from_its_own_files_alone(tmp_path: Path, make:
     assert weight_sum(folder) == expected
 
 
-def weight_sum(folder: Path) -> float:
+def weight_sum(folder: Path) -> Any:
     """The sum of the absolute weights of an audio model, as loaded."""
     model = load_audio_model(spec(folder), lambda _stage, _done, _total: None)
     part: Any = model.transcriber or model.speaker
     flat: Any = tree_flatten(part._model.parameters())
     return sum(mx.abs(array).sum().item() for _, array in flat)
+
+
+def test_an_audio_model_of_transformers_5_is_loaded_with_its_own_rotary_embedding(tmp_path: Path) -> None:
+    folder = build_moonshine(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    model: Any = load_audio_model(spec(folder), lambda _stage, _done, _total: None)
+    config = model.transcriber._model.config
+    assert (config.rope_theta, config.partial_rotary_factor) == (5e5, 0.5)
 
 
 @pytest.mark.parametrize("family", ["bert", "qwen3"])
