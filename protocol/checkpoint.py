@@ -116,6 +116,7 @@ UNSCALED: Final = ("default", "mrope")
 _THETA: Final = ("rope_theta", "rotary_emb_base", "rope_global_base_freq", "global_rope_theta")
 _SLIDING_THETA: Final = ("rope_local_base_freq", "rope_local_theta", "swa_rope_theta", "local_rope_theta")
 _PART: Final = ("partial_rotary_factor", "rotary_pct")
+_TABLES: Final = ("rope_parameters", "rope_scaling")
 # Keys of `rope_parameters` that `rope_scaling` never had.
 _NOT_SCALING: Final = ("rope_theta", "partial_rotary_factor")
 
@@ -125,11 +126,14 @@ class Contradiction(ValueError):
 
 
 def fold_rope(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a section of a configuration with both forms of what it states in one.
+    """Return a configuration, or a section of one, with both forms of what it and its sections state.
 
     Raises `Contradiction` if both forms state a number, and the numbers differ.
     """
-    folded = deepcopy(dict(section))
+    folded = {
+        key: fold_rope(value) if isinstance(value, dict) and key not in _TABLES else deepcopy(value)
+        for key, value in section.items()
+    }
     if isinstance(scaling := folded.get("rope_scaling"), dict):
         _agree(folded, _THETA[:1], scaling.get("rope_theta"))
         folded["rope_scaling"] = _typed(scaling)

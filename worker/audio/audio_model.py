@@ -23,7 +23,7 @@ from worker.audio.speaker import Instructions, Speaker
 from worker.audio.transcriber import Transcriber
 from worker.errors import LoadFailed
 from worker.model.checkpoint_view import CONFIG, checkpoint_view
-from worker.model.loader import cast, check_weights, nbytes, read_json, resolve
+from worker.model.loader import cast, check_weights, folded_config, nbytes, read_json, resolve
 from worker.model.memory import has_gpu
 
 MISSING: Final = "mlx-audio is not installed; install it with: mlxctl setup audio"
@@ -94,7 +94,7 @@ def load_audio_model(spec: WorkerSpec, progress: Callable[[str, int, int], None]
     progress("weights", 0, total)
     try:
         # mlx-audio prints to standard output, where `worker.tools.verify` prints its results.
-        with redirect_stdout(sys.stderr), checkpoint_view(path, {CONFIG: config}) as view:
+        with redirect_stdout(sys.stderr), checkpoint_view(path, {CONFIG: folded_config(config)}) as view:
             model = _whisper(path, view, config, spec) if family == "whisper" else _other(path, view, family, spec)
         weights_bytes = sum(nbytes(part) for part in _parts(model))
         transcriber, speaker = _transcriber_of(family, model), Speaker(family, model) if family in SPEAKERS else None

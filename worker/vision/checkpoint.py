@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from mlx.utils import tree_flatten
 
-from protocol.checkpoint import MEDIA_SECTIONS, fold_rope, is_tower
+from protocol.checkpoint import fold_rope, is_tower
 
 _TEXT: Final = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
 # Matches names of parts that transformers 5 nests under `model` and mlx-vlm expects beside it.
@@ -26,9 +26,6 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def fold(config: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a configuration to a format that both libraries read. Raises `Contradiction`."""
     folded = fold_rope(config)
-    for name in ("text_config", "llm_config", *MEDIA_SECTIONS):
-        if isinstance(section := folded.get(name), dict):
-            folded[name] = fold_rope(section)
     text, vision = folded.get("text_config"), folded.get("vision_config")
     if isinstance(text, dict):
         _name_sizes(folded, text)

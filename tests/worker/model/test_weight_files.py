@@ -8,13 +8,19 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 from gateway.model_files.metadata import Unreadable, inspect, read_weights
 from protocol.failures import Code
 from protocol.model_digest import weights_digest
+from tests.support.audio_models import build_moonshine, build_qwen_tts, build_whisper
 from tests.support.engine import spec
 from tests.support.models import build
+from tests.support.reading_models import build_embedder
+from worker.audio.audio_model import load_audio_model
 from worker.embedding.backbones import DecoderBackbone, load_backbone
+from worker.embedding.job import EmbeddingInput
+from worker.embedding.load_model import load_embedding_model
 from worker.errors import LoadFailed
 from worker.model.checkpoint_view import CONFIG, checkpoint_view, files_of
 from worker.model.loader import check_weights, load, read_config
@@ -146,6 +152,53 @@ def test_a_link_to_a_folder_whose_name_is_a_pattern_is_loaded(tmp_path: Path) ->
     (tmp_path / "link").symlink_to(own)
     shutil.copytree(own, tmp_path / "plain")
     assert mx.array_equal(logits(tmp_path / "link"), logits(tmp_path / "plain")).item()
+
+
+@pytest.mark.parametrize("make", [build_whisper, build_moonshine, build_qwen_tts])
+def test_an_audio_model_is_loaded_from_its_own_files_alone(tmp_path: Path, make: Callable[..., Path]) -> None:
+    folder = tmp_path / "a[12]"
+    make(folder)
+    make(tmp_path / "a1", seed=1)
+    expected = weight_sum(folder)
+    index = {"weight_map": dict.fromkeys(tensors(folder), "model.safetensors")}
+    (folder / INDEX).write_text(json.dumps(index))
+    for stray in STRAYS:
+        add_others(folder, stray)
+    assert weight_sum(folder) == expected
+
+
+def weight_sum(folder: Path) -> Any:
+    """The sum of the absolute weights of an audio model, as loaded."""
+    model = load_audio_model(spec(folder), lambda _stage, _done, _total: None)
+    part: Any = model.transcriber or model.speaker
+    flat: Any = tree_flatten(part._model.parameters())
+    return sum(mx.abs(array).sum().item() for _, array in flat)
+
+
+def test_an_audio_model_of_transformers_5_is_loaded_with_its_own_rotary_embedding(tmp_path: Path) -> None:
+    folder = build_moonshine(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    model: Any = load_audio_model(spec(folder), lambda _stage, _done, _total: None)
+    config = model.transcriber._model.config
+    assert (config.rope_theta, config.partial_rotary_factor) == (5e5, 0.5)
+
+
+@pytest.mark.parametrize("family", ["bert", "qwen3"])
+def test_an_embedder_is_loaded_from_its_own_files_alone(tmp_path: Path, family: str) -> None:
+    def vector(folder: Path) -> Any:
+        model = load_embedding_model(spec(folder), "embed", lambda _stage, _done, _total: None)
+        return model.compute([EmbeddingInput((5, 6, 7))]).tolist()
+
+    folder = build_embedder(family, tmp_path / "a[12]")
+    shutil.copytree(folder, tmp_path / "plain")
+    expected = vector(tmp_path / "plain")
+    index = {"weight_map": dict.fromkeys(tensors(folder), "model.safetensors")}
+    (folder / INDEX).write_text(json.dumps(index))
+    for stray in STRAYS:
+        add_others(folder, stray)
+    assert vector(folder) == expected
 
 
 def test_a_view_shows_other_loaders_what_is_meant_and_leaves_nothing_behind(folder: Path) -> None:
