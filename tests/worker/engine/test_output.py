@@ -97,7 +97,7 @@ def test_calls_are_json_unless_the_finish_reason_is_length(
         ('{"zone": "UT', "stop", Finish.LENGTH, '{"zone": "UT'),
         ('{"zone": ', "stop", Finish.LENGTH, '{"zone": '),
         ('{"zone": "UTC" and so on}}</tool_call>', "stop", Finish.LENGTH, '{"zone": "UTC"'),
-        ('{"zone": "UTC"}, "and": so on}</tool_call>', "stop", Finish.TOOL_CALLS, '{"zone": "UTC"}'),
+        ('{"zone": "UTC"}, "and": so on}</tool_call>', "stop", Finish.LENGTH, '{"zone": "UTC"'),
     ],
 )
 def test_only_brackets_are_added_and_only_where_the_model_has_ended(

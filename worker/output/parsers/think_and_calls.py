@@ -176,7 +176,8 @@ class Conversation:
                     return False
                 yield from r.space()
                 hit = yield from r.literal(self._after_call)
-            return not (yield from r.peek()) and not r.is_cut and scratch.out.calls > 0
+            is_over = not (yield from r.peek()) and not r.is_cut
+            return is_over and scratch.out.calls > 0 and not scratch.out.is_broken
         finally:
             self._searched = max(self._searched, r.position)
 
