@@ -75,7 +75,7 @@ class MarkupReader:
     tokens were generated.
     """
 
-    __slots__ = ("_base", "_written", "at", "buf", "controls", "ended", "is_cut", "trace")
+    __slots__ = ("_base", "_kept_from", "_written", "at", "buf", "controls", "ended", "is_cut", "trace")
 
     def __init__(self, controls: Controls = NO_CONTROLS) -> None:
         self.controls = controls
@@ -83,6 +83,8 @@ class MarkupReader:
         self._base = 0
         # Offsets of control tokens in the whole text.
         self._written: set[int] = set()
+        # Offset in the whole text from which a lookahead keeps the text; None outside of lookaheads.
+        self._kept_from: int | None = None
         self.buf = ""
         self.at = 0
         self.ended = False
@@ -93,10 +95,38 @@ class MarkupReader:
         """Record that a control token begins at this character of the whole text."""
         self._written.add(at)
 
+    @property
+    def position(self) -> int:
+        """Offset of the text that is not consumed yet, in the whole text."""
+        return self._base + self.at
+
     def push(self, text: str) -> None:
-        self._base += self.at
-        self.buf = self.buf[self.at :] + text if self.at < len(self.buf) else text
-        self.at = 0
+        start = self.at if self._kept_from is None else self._kept_from - self._base
+        self._base += start
+        self.at -= start
+        self.buf = self.buf[start:] + text if start < len(self.buf) else text
+
+    def ahead(self, read: Steps[T], limit: int) -> Steps[T | None]:
+        """Return what `read` returns, and consume nothing; None if it raises `Malformed` or reads more than `limit`
+        characters.
+        """
+        start, kept_from, trace = self.position, self._kept_from, self.trace
+        self._kept_from, self.trace = start if kept_from is None else kept_from, None
+        try:
+            while self.position - start <= limit:
+                try:
+                    next(read)
+                except StopIteration as stop:
+                    return stop.value if self.position - start <= limit else None
+                except Malformed:
+                    return None
+                # `read` only moves forward, so the limit is exceeded by every split of the text or by none.
+                if self.position - start <= limit:
+                    yield
+            return None
+        finally:
+            self.at = start - self._base
+            self._kept_from, self.trace = kept_from, trace
 
     def take(self, size: int) -> str:
         """Consume `size` characters that are known to be available."""
