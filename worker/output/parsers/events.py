@@ -52,7 +52,7 @@ class ParsedOutput:
         self.in_reasoning = False
         self.is_reasoning_open = False
         self.malformed = 0
-        self.is_broken = False  # whether the arguments of a call are invalid JSON
+        self.is_broken = False  # whether the arguments of a call are invalid JSON, or lack a part
 
     @property
     def in_call(self) -> bool:
@@ -123,6 +123,11 @@ class ParsedOutput:
         elif missing != "":
             self.is_broken = True
         self.end()
+
+    def mark_incomplete(self) -> None:
+        """Report that the arguments of a call lack a part of what the model wrote for them."""
+        self.malformed += 1
+        self.is_broken = True
 
     def end(self) -> None:
         self._flush()

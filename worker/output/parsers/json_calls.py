@@ -1,12 +1,13 @@
 """Calls as JSON objects with a name and arguments: Hermes, Llama 3, Mistral v3, Cohere, Granite, Hunyuan, xLAM."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from worker.output.parsers.call import ParserContext, begin, end, json_arguments, members
-from worker.output.parsers.literal import scalar, value
-from worker.output.parsers.reader import Malformed, Steps, collected, markers
+from worker.output.parsers.literal import quoted, scalar, value
+from worker.output.parsers.reader import Malformed, MarkupReader, Steps, collected, markers
+from worker.output.parsers.schema import Parameters
 
 _NAMES: Final = frozenset({"name", "tool_name", "function_name", "function"})
 _ARGUMENTS: Final = frozenset({"arguments", "parameters", "args", "params"})
@@ -96,9 +97,25 @@ class JsonCalls:
                 yield from self._field(ctx, key, call)
             is_first = False
         if not call.is_announced:
+            if call.arguments is None and call.others:
+                yield from self._flat(ctx, call)
             self._announce(ctx, call)
             ctx.out.args(call.arguments or "{}")
         end(ctx)
+
+    def _flat(self, ctx: ParserContext, call: "_CallState") -> Steps[None]:
+        """Read arguments that stand beside the name. Fields that are no parameters of the tool make the call
+        malformed, because their values would be lost.
+        """
+        params = self._params(ctx, call)
+        fields = {key: text for key, text in call.others.items() if key in params.names or key not in _KNOWN}
+        if fields and (self.bare or (params.names and not fields.keys() <= params.names.keys())):
+            raise Malformed
+        r = MarkupReader()
+        r.push(", ".join(f"{quoted(key)}: {text}" for key, text in fields.items()) + "}")
+        r.ended = True
+        call.arguments = yield from collected(lambda emit: members(replace(ctx, r=r), params, emit))
+        call.others.clear()
 
     def _field(self, ctx: ParserContext, key: str, call: "_CallState") -> Steps[None]:
         char = yield from ctx.r.space()
@@ -117,11 +134,21 @@ class JsonCalls:
             call.name = json.loads(text)
         elif key in _IDS and text not in ('""', "null") and text[0] not in "[{":
             call.call_id = json.loads(text) if text.startswith('"') else text
+        if key in _NAMES or key in _ARGUMENTS:
+            return
+        call.others[key] = text
+        if call.is_announced and key not in _KNOWN and key in self._params(ctx, call).names:
+            ctx.out.mark_incomplete()  # the arguments have ended without this one
+
+    def _params(self, ctx: ParserContext, call: "_CallState") -> Parameters:
+        return ctx.tools.parameters(ctx.tools.declared(call.name))
 
     def _announce(self, ctx: ParserContext, call: "_CallState", has_arguments: bool = False) -> None:
         if self.bare and not (has_arguments or call.arguments):
             raise Malformed
         if self.bare and ctx.tools and call.name not in ctx.tools:
+            raise Malformed
+        if not self._params(ctx, call).names.keys().isdisjoint(call.others.keys() - _KNOWN):
             raise Malformed
         begin(ctx, call.name, call.call_id)
         call.is_announced = True
@@ -135,6 +162,8 @@ class _CallState:
     call_id: str = ""
     arguments: str | None = None
     is_announced: bool = False
+    # Fields that no notation of calls has.
+    others: dict[str, str] = field(default_factory=dict[str, str])
 
 
 def _key(ctx: ParserContext, char: str) -> Steps[str]:

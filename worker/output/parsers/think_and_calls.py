@@ -5,6 +5,8 @@ from typing import Final, Literal
 
 from worker.output.parsers.call import CallFormat, ParserContext, attempt
 from worker.output.parsers.reader import Steps, markers
+from worker.output.parsers.xml_notation import XmlNotation
+from worker.output.parsers.xml_values import LOOKAHEAD_LIMIT
 
 # Markers of the end of a turn that are plain text in some vocabularies. They could be a user's own markup, so they
 # count only directly after a block.
@@ -69,7 +71,10 @@ class Conversation:
         self._grammar = grammar
         self._by_start = {start: form for form in grammar.formats for start in form.starts}
         self._starts, self._ends = (grammar.think.starts, grammar.think.ends) if grammar.think else ((), ())
-        self._content = markers(*self._starts, *self._ends, *grammar.drop, *self._by_start, *_END_OF_TURN)
+        self._value_ends = [form.param_end for form in grammar.formats if isinstance(form, XmlNotation)]
+        self._content = markers(
+            *self._starts, *self._ends, *grammar.drop, *self._by_start, *self._value_ends, *_END_OF_TURN
+        )
         calls = self._by_start if grammar.tool_ends_think != "never" else ()
         self._reasoning = markers(*self._starts, *self._ends, *calls)
 
@@ -82,6 +87,11 @@ class Conversation:
         while hit := (yield from ctx.r.until(self._content, out.text)):
             if form := self._by_start.get(hit):
                 yield from attempt(ctx, form, hit, out.text)
+            elif hit in self._value_ends:
+                out.text(hit)
+                if out.calls:
+                    # A value of the last call held the markers of the call's end, and was cut there.
+                    out.mark_incomplete()
             elif hit in self._starts:
                 if out.is_line_start or self._is_special(hit):
                     yield from self._read_reasoning()
@@ -129,13 +139,24 @@ class Conversation:
                     yield from self._prefix()
                 else:
                     out.reasoning(hit)
-            elif self._grammar.tool_ends_think == "line" and out.in_reasoning and not out.is_line_start:
+            elif out.in_reasoning and not out.is_line_start and not (yield from self._is_call_inline(hit)):
                 out.reasoning(hit)
             elif (yield from attempt(ctx, self._by_start[hit], hit, out.reasoning)):
                 return
             elif not out.in_reasoning:
                 return  # `Verbatim` has ended the block
         out.end_reasoning()
+
+    def _is_call_inline(self, hit: str) -> Steps[bool]:
+        """Return whether a call begins with `hit` within a line of reasoning. A wrapper does, if the call in it begins
+        a line or is complete up to its first parameter, and calls a declared tool.
+        """
+        form = self._by_start[hit]
+        if self._grammar.tool_ends_think != "line" or not isinstance(form, XmlNotation):
+            return self._grammar.tool_ends_think == "always"
+        if hit not in form.wrap:
+            return False
+        return bool((yield from self._ctx.r.ahead(form.follows_wrapper(self._ctx), LOOKAHEAD_LIMIT)))
 
     def _prefix(self) -> Steps[None]:
         if self._grammar.think and (prefix := self._grammar.think.prefix):

@@ -119,6 +119,7 @@ class XmlCalls(XmlNotation):
         if not (yield from r.space()):
             raise Unclosed
         if not (yield from r.literal(markers(*self.ends))):
+            ctx.out.is_broken = True  # the object is complete, the call is not
             raise Malformed
         end(ctx)
 

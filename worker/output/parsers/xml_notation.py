@@ -81,7 +81,8 @@ class XmlNotation:
             return pair
         if self.call or closing == "\n":
             yield from ctx.r.literal(markers(closing))
-        return checked(attribute(text, "name", "tool") or text.strip().removeprefix("=")), ""
+        is_attribute = self.call and not self.call.endswith(("=", ">"))
+        return checked(attribute(text, "name", "tool") or ("" if is_attribute else text)), ""
 
     def opening(self, r: MarkupReader, params: Parameters, is_foreign: bool = False) -> Steps[Opening | None]:
         """Read the start of a parameter; None if there is none here. Raises `Malformed` for half a start.
@@ -117,8 +118,11 @@ class XmlNotation:
             has_value = bool((yield from r.literal(markers(self.value))))
         return Opening(key, label, spellings(self.param_end), has_value or not self.value, is_own)
 
-    def begins(self, ctx: ParserContext) -> Steps[bool]:
-        """Return whether the whole start of a call comes next, up to its first parameter or its end. Consumes it."""
+    def begins(self, ctx: ParserContext, is_declared: bool = False) -> Steps[bool]:
+        """Return whether the whole start of a call comes next, up to its first parameter or its end. Consumes it.
+
+        With `is_declared`, the call must be one of a declared tool, if there are any.
+        """
         r = ctx.r
         start = yield from r.literal(markers(*self.openers))
         if not start:
@@ -129,11 +133,26 @@ class XmlNotation:
         if self.call and start != self.call and not (yield from r.literal(markers(self.call))):
             return False
         try:
-            _, key = yield from self.head(ctx)
+            name, key = yield from self.head(ctx)
+            if is_declared and ctx.tools and ctx.tools.declared(name) not in ctx.tools:
+                return False
             char = yield from r.space()
             return bool(key or char in ("", "{") or (yield from self.is_body(r)))
         except Malformed:
             return False
+
+    def follows_wrapper(self, ctx: ParserContext) -> Steps[bool]:
+        """Return whether the start of a call follows the start of a wrapper: on a line of its own, or of a declared
+        tool.
+        """
+        r = ctx.r
+        gap, _ = yield from r.capture(markers(self.call))
+        if gap.strip():
+            return False
+        name, _ = yield from self.head(ctx)
+        char = yield from r.space()
+        is_call = char == "{" or (yield from self.is_body(r))
+        return is_call and ("\n" in gap or ctx.tools.declared(name) in ctx.tools)
 
     def is_body(self, r: MarkupReader) -> Steps[bool]:
         """Return whether any parameter or the end of a call comes next. Consumes it."""

@@ -4,11 +4,12 @@ A marker ends a value only if the call can continue after it: with a parameter t
 end of the call, or with the end of the output.
 """
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
-from worker.output.parsers.call import ParserContext, drop
+from worker.output.parsers.call import NAME_LIMIT, ParserContext, drop
 from worker.output.parsers.reader import Emit, Malformed, MarkerSet, Steps, markers
 from worker.output.parsers.schema import Parameters, Types
 from worker.output.parsers.xml_notation import Opening, XmlNotation, spellings
@@ -17,6 +18,10 @@ from worker.output.parsers.xml_notation import Opening, XmlNotation, spellings
 LOOKAHEAD_LIMIT: Final = 512
 # Maximum number of characters of text after a call in which another end of the same call is searched.
 _TEXT_LIMIT: Final = 256
+# Matches the head of a call, also in families that use some of the same markers.
+_QUOTED_HEAD = re.compile(
+    r"\s*(?:[\w.\-:/@$]+|(?:\s*[\w:]+=(?:\"[^\"]*\"|'[^']*'|[^\s\"'<>]+))+)\s*(?:>|<[^<>\n]*>)?\s*"
+)
 CDATA: Final = "<![CDATA["
 _CDATA_END: Final = "]]>"
 
@@ -116,7 +121,9 @@ class ValueReader:
             r.take(len(hit))
             if self.is_cdata:
                 yield from r.expect(markers(self.form.param_end))
-            meaning, end = yield from self._after_end()
+            # A marker without its namespace counts only beside one that has it, or if the parameter begins like that.
+            is_loose = not self.opening.is_own or word == self.form.param_end
+            meaning, end = yield from self._after_end(is_loose)
             return meaning, end - start
         if word in self.form.openers:
             meaning, end = yield from self._quoted_start()
@@ -138,7 +145,7 @@ class ValueReader:
         # A model that writes values on lines of their own writes their markers there, too.
         return opening.key in self.call.params.names and (at_line_start or not self.is_line)
 
-    def _after_end(self) -> Steps[tuple[_Meaning, int]]:
+    def _after_end(self, is_loose: bool) -> Steps[tuple[_Meaning, int]]:
         """Return the meaning of an end marker by what follows it, and where the text ends that shares the meaning."""
         r, form, end = self.call.ctx.r, self.form, self.call.ctx.r.position
         if not (yield from r.space()):
@@ -148,7 +155,7 @@ class ValueReader:
             if self.depth or not (opening.is_whole or opening.key in self.call.params.names):
                 return _Meaning.TEXT, end
             return (_Meaning.REPEATS if opening.key in self.call.given else _Meaning.END), end
-        if not (call_end := (yield from self._call_end())):
+        if not (call_end := (yield from self._call_end(is_loose))):
             return _Meaning.TEXT, end
         if not (yield from r.space()):
             return _Meaning.END, end
@@ -156,13 +163,14 @@ class ValueReader:
             return _Meaning.CLOSES, call_end.position
         return (_Meaning.TEXT if (yield from self._is_ended_again(call_end.is_wrap_closed)) else _Meaning.END), end
 
-    def _call_end(self) -> Steps["_CallEnd | None"]:
+    def _call_end(self, is_loose: bool = False) -> Steps["_CallEnd | None"]:
         """Read the end of a call, and of its wrapper if that follows; None if there is no end here."""
         r, form = self.call.ctx.r, self.form
-        if not (hit := (yield from r.literal(markers(*(word for end in form.ends for word in spellings(end)))))):
+        call_end = spellings(form.call_end) if is_loose else (form.call_end,)
+        if not (hit := (yield from r.literal(markers(*call_end, *form.wrap_end)))):
             return None
         end = r.position
-        if hit not in spellings(form.call_end):
+        if hit in form.wrap_end:
             return _CallEnd(end, is_wrap_closed=True)
         yield from r.space()
         if (yield from r.literal(markers(*form.wrap_end))):
@@ -170,23 +178,19 @@ class ValueReader:
         return _CallEnd(end, is_wrap_closed=False)
 
     def _is_ended_again(self, is_closed: bool) -> Steps[bool]:
-        """Return whether the text after a call ends the same call again, so that the value goes on until there."""
+        """Return whether the text after a call holds another end of a value, so that this one goes on until there."""
         r, form, start = self.call.ctx.r, self.form, self.call.ctx.r.position
         wrap_end = form.wrap_end if self.call.is_wrapped and not is_closed else ()
-        words = markers(*self.opening.ends, *form.openers, *wrap_end)
+        words = markers(*self.opening.ends, form.call_end, *form.openers, *wrap_end)
         while (left := _TEXT_LIMIT - (r.position - start)) > 0:
             hit = yield from r.until(words, drop, left, keep=True)
             if not hit or hit in wrap_end:
                 return False
-            if hit in form.openers:
-                if (yield from r.ahead(form.begins(self.call.ctx), LOOKAHEAD_LIMIT)):
-                    return False
-                r.take(len(hit))
-                continue
-            r.take(len(hit))
-            yield from r.space()
-            if (yield from r.ahead(form.is_body(r), LOOKAHEAD_LIMIT)):
+            if hit not in form.openers:
                 return True
+            if (yield from r.ahead(form.begins(self.call.ctx), LOOKAHEAD_LIMIT)):
+                return False
+            r.take(len(hit))
         return False
 
     def _quoted_start(self) -> Steps[tuple[_Meaning, int]]:
@@ -195,8 +199,9 @@ class ValueReader:
         hit = yield from r.literal(markers(*form.openers))
         end = r.position
         if hit == form.call or not form.call:
-            yield from form.head(self.call.ctx)
-            yield from r.space()
+            head, _ = yield from r.capture(markers(form.param, *form.ends), NAME_LIMIT, keep=True)
+            if not _QUOTED_HEAD.fullmatch(head):
+                return _Meaning.TEXT, end
             if (yield from form.opening(r, Parameters({}))):
                 return _Meaning.OPENS, end
             if call_end := (yield from self._call_end()):
@@ -204,12 +209,14 @@ class ValueReader:
         return _Meaning.TEXT, end
 
     def _is_call_end(self) -> Steps[bool]:
-        """Return whether the call ends here, so that the end marker of the value is missing: then nothing but another
-        call may follow.
+        """Return whether the call ends here, so that the end marker of the value is missing: then nothing but a call
+        of a declared tool may follow.
         """
-        r = self.call.ctx.r
-        if self.depth or not (yield from self._call_end()):
+        ctx = self.call.ctx
+        call_end = yield from self._call_end()
+        if self.depth or not call_end:
             return False
-        if not (yield from r.space()):
-            return not r.is_cut
-        return (yield from self.form.begins(self.call.ctx))
+        if not (yield from ctx.r.space()):
+            return not ctx.r.is_cut
+        is_whole = call_end.is_wrap_closed or not self.form.wrap_end or not self.call.is_wrapped
+        return is_whole and (yield from self.form.begins(ctx, is_declared=True))
