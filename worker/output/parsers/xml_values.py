@@ -199,7 +199,7 @@ class ValueReader:
         hit = yield from r.literal(markers(*form.openers))
         end = r.position
         if hit == form.call or not form.call:
-            head, _ = yield from r.capture(markers(form.param, *form.ends), NAME_LIMIT, keep=True)
+            head, _ = yield from r.capture(markers(form.param, *form.ends, *self.opening.ends), NAME_LIMIT, True)
             if not _QUOTED_HEAD.fullmatch(head):
                 return _Meaning.TEXT, end
             if (yield from form.opening(r, Parameters({}))):
