@@ -108,3 +108,61 @@ def test_no_value_is_cut_without_a_report_however_its_own_markers_stand_in_it(
     found, _, malformed = whole
     is_right = [(name, json.loads(text)) for name, text in found if is_json(text)] == calls
     assert is_right or malformed, raw
+
+
+def streamed(family: str, raw: str) -> tuple[int, str]:
+    """The most characters that are held back after the start of a call, and the arguments."""
+    parser, most, value, shown = make_parser(family, tools=TOOLS, start_in_reasoning=False), 0, "", 0
+    for at, char in enumerate(raw):
+        events = parser.feed(char)
+        value += "".join(event.text for event in events if event.kind is DeltaKind.TOOL_ARGS)
+        shown = at + 1 if events else shown
+        if parser.saw_tool_call:
+            most = max(most, at + 1 - shown)
+    value += "".join(event.text for event in parser.finish() if event.kind is DeltaKind.TOOL_ARGS)
+    return most, value
+
+
+@each_family
+def test_a_stream_holds_back_no_more_than_a_lookahead_and_ordinary_text_not_at_all(family: str) -> None:
+    form = TAGGED[family].form
+    longest = max(map(len, (*form.openers, *form.ends, form.param, form.param_end))) + 1
+    plain = "def f(a, b): return a\n" * 40
+    start, end = rendered(family, [("write", {"path": "a", "body": "|body|"})]).split("|body|")
+    most, arguments = streamed(family, start + plain + end)
+    assert json.loads(arguments)["body"] == plain
+    assert most <= len(start) + len(end)
+    gaps = (
+        form.param_end + " " * 900,
+        form.param_end + "\n" + form.call_end + "\n" + "y" * 900,
+        form.openers[0] + "z" * 900,
+    )
+    for quoted in gaps:
+        most, _ = streamed(family, f"{start}x{quoted}{plain}{end}")
+        assert most <= LOOKAHEAD_LIMIT + longest + len(start), quoted[:40]
+
+
+@each_family
+def test_an_end_of_the_call_and_a_whole_other_call_in_a_value_are_read_as_two_calls(family: str) -> None:
+    calls = [("write", {"path": "a", "body": "x"}), ("g", {"q": "1"})]
+    written_as_two = rendered(family, calls)
+    before, after = rendered(family, [("write", {"path": "a", "body": "|body|"})]).split("|body|")
+    value = written_as_two.removeprefix(before).removesuffix(after)
+    # Both readings are legal. No parser can know that the model meant the second call as text.
+    assert before + value + after == written_as_two
+    found, _, malformed = read(family, before + value + after)
+    assert [(name, json.loads(text)) for name, text in found] == calls
+    assert not malformed
+
+
+@pytest.mark.parametrize("size", [10, 400])
+@each_family
+def test_an_end_of_the_call_in_a_value_is_text_before_the_real_end_and_reported_if_that_is_far(
+    family: str, size: int
+) -> None:
+    inner = rendered(family, [("write", {"path": "a", "body": "|body|"})]).partition("|body|")[2]
+    value = "x" + inner + "y" * size
+    found, _, malformed = read(family, rendered(family, [("write", {"path": "a", "body": value})]))
+    if size == 10:
+        assert [json.loads(text) for _, text in found] == [{"path": "a", "body": value}]
+    assert bool(malformed) == (size > 10)
