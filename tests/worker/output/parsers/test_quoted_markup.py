@@ -166,3 +166,49 @@ def test_an_end_of_the_call_in_a_value_is_text_before_the_real_end_and_reported_
     if size == 10:
         assert [json.loads(text) for _, text in found] == [{"path": "a", "body": value}]
     assert bool(malformed) == (size > 10)
+
+
+def m3(*parameters: tuple[str, str]) -> str:
+    mark = "]<]minimax[>["
+    inner = "".join(f"{mark}<{key}>{value}{mark}</{key}>" for key, value in parameters)
+    return f'{mark}<tool_call>\n{mark}<invoke name="write">{inner}{mark}</invoke>\n{mark}</tool_call>'
+
+
+@given(data=st.data(), after=st.sampled_from(["", "\nDone."]))
+@settings(max_examples=scaled(400, 60), deadline=None)
+def test_text_of_a_minimax_m3_call_may_hold_any_single_tags_and_whole_calls(data: st.DataObject, after: str) -> None:
+    mark = "]<]minimax[>["
+    tags = [f"{mark}<{slash}{tag}>" for slash in ("", "/") for tag in ("path", "body", "x", "invoke", "tool_call")]
+    pieces = [*MARKERS, *CODE, m3(("path", "p"), ("body", "q")), *([] if after else tags)]
+    words = st.tuples(st.sampled_from(pieces), st.sampled_from(["x", " y ", "\nx\n"]))
+    value = "x" + "".join(piece + word for piece, word in data.draw(st.lists(words, max_size=5)))
+    raw = m3(("path", "a"), ("body", value)) + after
+    whole = read("minimax_m3", raw)
+    assert [json.loads(text) for _, text in whole[0]] == [{"path": "a", "body": value}]
+    assert (whole[1].strip(), whole[2]) == (after.strip(), 0)
+    assert read("minimax_m3", raw, range(1, len(raw))) == whole
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        m3(("other", "1"), ("other", "2")),
+        m3(("path", "a")).replace("]<]minimax[>[<path>", "path: ]<]minimax[>[<path>"),
+        m3(("other", "text ]<]minimax[>[<x>1]<]minimax[>[</x>")),
+    ],
+)
+def test_a_minimax_m3_call_with_a_key_twice_or_text_that_no_parameter_has_is_malformed(raw: str) -> None:
+    calls, _, malformed = read("minimax_m3", raw)
+    assert malformed == 1
+    assert not any(is_json(arguments) for _, arguments in calls)
+
+
+def test_a_second_tag_of_a_text_of_a_minimax_m3_call_is_its_text() -> None:
+    [(_, arguments)], _, malformed = read("minimax_m3", m3(("path", "a"), ("path", "b")))
+    assert json.loads(arguments)["path"].startswith("a]<]minimax[>[")
+    assert (arguments.count('"path"'), malformed) == (1, 0)
+
+
+def test_a_minimax_m3_call_may_have_its_arguments_as_json() -> None:
+    raw = m3().replace('"write">', '"write">{"path": "a"}')
+    assert read("minimax_m3", raw) == ([("write", '{"path": "a"}')], "", 0)
