@@ -8,7 +8,7 @@ from worker.output.parsers.json_calls import JsonCalls
 from worker.output.parsers.literal import escaped, quoted
 from worker.output.parsers.reader import Malformed, Steps, Unclosed, collected, markers
 from worker.output.parsers.schema import ANY, STRING, Types, coerced, json_text
-from worker.output.parsers.xml_notation import Opening, XmlNotation, attribute, spellings
+from worker.output.parsers.xml_notation import ParameterStart, XmlNotation, attribute, spellings
 from worker.output.parsers.xml_values import LOOKAHEAD_LIMIT, CallState, ValueReader
 
 _WRAPPERS: Final = frozenset({"properties", "arguments", "parameters"})
@@ -82,7 +82,7 @@ class XmlCalls(XmlNotation):
         call = CallState(ctx, ctx.tools.parameters(known), is_wrapped)
         # A call is announced only when a parameter, its arguments as JSON or its end marker follows its name.
         if key:
-            opening: Opening | None = yield from self.after_key(r, key, "")
+            opening: ParameterStart | None = yield from self.after_key(r, key, "")
         else:
             char = yield from r.space()
             if (char == "{" and (is_wrapped or known in ctx.tools)) or (yield from self._json_block(ctx)):
@@ -132,7 +132,7 @@ class _Arguments:
     call: CallState
     is_raw: bool = False
 
-    def add(self, opening: Opening) -> Steps[None]:
+    def add(self, opening: ParameterStart) -> Steps[None]:
         """Read one value; a string is emitted as it arrives."""
         out, given, key = self.call.ctx.out, self.call.given, opening.key
         if key in given:

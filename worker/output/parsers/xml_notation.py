@@ -15,7 +15,7 @@ _KEY = re.compile(r"[^<>\n]+")
 _NAMESPACE = re.compile("｜DSML｜|atem:|steptml:")
 
 
-class Opening(NamedTuple):
+class ParameterStart(NamedTuple):
     """Start of a parameter, which is consumed. `label` is the text of its tag; `ends` are the markers of its end.
 
     `is_whole` means that no marker is missing, `is_own` that it is spelled as the format demands.
@@ -84,7 +84,7 @@ class XmlNotation:
         is_attribute = self.call and not self.call.endswith(("=", ">"))
         return checked(attribute(text, "name", "tool") or ("" if is_attribute else text)), ""
 
-    def opening(self, r: MarkupReader, params: Parameters, is_foreign: bool = False) -> Steps[Opening | None]:
+    def opening(self, r: MarkupReader, params: Parameters, is_foreign: bool = False) -> Steps[ParameterStart | None]:
         """Read the start of a parameter; None if there is none here. Raises `Malformed` for half a start.
 
         With `is_foreign`, markers without their namespace and tags that are named after parameters start one too.
@@ -106,17 +106,17 @@ class XmlNotation:
                 raise Malformed
             return opening
         if is_foreign and (tag := (yield from r.literal(markers(*(f"<{key}>" for key in names))))):
-            return Opening(tag[1:-1], "", (f"</{tag[1:-1]}>",), is_own=False)
+            return ParameterStart(tag[1:-1], "", (f"</{tag[1:-1]}>",), is_own=False)
         return None
 
     def after_key(
         self, r: MarkupReader, key: str, label: str, has_value: bool = False, is_own: bool = True
-    ) -> Steps[Opening]:
+    ) -> Steps[ParameterStart]:
         """Read the marker between a key and its value, which is optional."""
         if self.value and not has_value:
             yield from r.space()
             has_value = bool((yield from r.literal(markers(self.value))))
-        return Opening(key, label, spellings(self.param_end), has_value or not self.value, is_own)
+        return ParameterStart(key, label, spellings(self.param_end), has_value or not self.value, is_own)
 
     def begins(self, ctx: ParserContext, is_declared: bool = False) -> Steps[bool]:
         """Return whether the whole start of a call comes next, up to its first parameter or its end. Consumes it.

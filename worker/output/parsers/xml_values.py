@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from worker.output.parsers.call import NAME_LIMIT, ParserContext, drop
 from worker.output.parsers.reader import Emit, Malformed, MarkerSet, Steps, markers
 from worker.output.parsers.schema import Parameters, Types
-from worker.output.parsers.xml_notation import Opening, XmlNotation, spellings
+from worker.output.parsers.xml_notation import ParameterStart, XmlNotation, spellings
 
 # Maximum number of characters of a lookahead, more than the markup between any two values.
 LOOKAHEAD_LIMIT: Final = 512
@@ -63,7 +63,7 @@ class ValueReader:
 
     form: XmlNotation
     call: CallState
-    opening: Opening
+    opening: ParameterStart
     types: Types
     is_line: bool = False
     is_cdata: bool = False

@@ -8,7 +8,7 @@ from tests.support.calls import markers
 from worker.output.parsers.channels import Channels
 from worker.output.parsers.families import FAMILIES
 from worker.output.parsers.xml_calls import XmlCalls
-from worker.structured.tool_grammar.tagged import _QWEN, _SECOND_WRAP, XML_SHAPES, XmlShape
+from worker.structured.tool_grammar.tagged import XML_SHAPES, XmlShape
 
 Call = tuple[str, Mapping[str, str]]
 
@@ -28,7 +28,7 @@ def _tagged() -> dict[str, Notation]:
         forms = [grammar.body] if isinstance(grammar, Channels) else list(grammar.formats)
         if forms and isinstance(form := forms[0], XmlCalls):
             prefix = " to=write<|message|>" if isinstance(grammar, Channels) else ""
-            found[family] = Notation(form, XML_SHAPES.get(family, _QWEN), prefix, int(family in _SECOND_WRAP))
+            found[family] = Notation(form, XML_SHAPES[family], prefix, int(family == "deepseek_v4"))
     return found
 
 
@@ -41,7 +41,7 @@ def rendered(family: str, calls: Sequence[Call]) -> str:
     form, look = known.form, known.look
     wrap = form.wrap[known.wrap_at] if form.wrap else ""
     wrap_end = form.wrap_end[known.wrap_at] if form.wrap_end else ""
-    is_each = look == _QWEN or not wrap or not form.call
+    is_each = look == XML_SHAPES["qwen3_coder"] or not wrap or not form.call
     bodies = [_call(form, look, name, arguments, at) for at, (name, arguments) in enumerate(calls)]
     if is_each:
         opening = wrap + (look.wrap if wrap and form.call else "")

@@ -59,7 +59,7 @@ def quoting_values(draw: st.DrawFn) -> str:
     """Values with markup of every family and whole calls of every family, each beside ordinary text."""
     piece = st.one_of(
         st.sampled_from(MARKERS),
-        st.builds(rendered, st.sampled_from(sorted(TAGGED)), st.sampled_from(QUOTED).map(lambda call: [call])),
+        st.builds(rendered, st.sampled_from(sorted(TAGGED)), st.sampled_from([[call] for call in QUOTED])),
         st.builds(rendered, st.sampled_from(sorted(TAGGED)), st.just(QUOTED)),
         st.sampled_from(CODE),
     )
