@@ -108,7 +108,8 @@ def _break_off(ctx: ParserContext, form: CallFormat, is_unclosed: bool) -> Steps
     ctx.out.malformed += 1
     if form.ends:
         hit = yield from r.until(markers(*form.ends, *form.starts), left.append, keep=True)
-        yield from r.literal(markers(*form.ends))
+        while (yield from r.literal(markers(*form.ends))):
+            yield from r.space()
         is_over = bool(hit) or not r.is_cut
     else:
         is_over = r.ended and not r.is_cut and r.at == len(r.buf)

@@ -17,6 +17,7 @@ from worker.output.parsers.call import (
     json_arguments,
 )
 from worker.output.parsers.reader import Malformed, Steps, markers
+from worker.output.parsers.xml_notation import XmlNotation
 
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -54,7 +55,8 @@ class ChannelMessages:
         tokens = [word for word in channels.header if word.startswith("<")]
         self._stop = markers(*channels.ends, *tokens)
         body = channels.body.starts if channels.body and parse_tools else ()
-        self._text = markers(*channels.ends, *tokens, *body)
+        self._value_end = channels.body.param_end if isinstance(channels.body, XmlNotation) and parse_tools else ""
+        self._text = markers(*channels.ends, *tokens, *body, self._value_end)
 
     def read(self, in_reasoning: bool) -> Steps[None]:
         """Parse the whole output. `in_reasoning` means that the prompt has opened an analysis message."""
@@ -99,6 +101,11 @@ class ChannelMessages:
         while True:
             hit = yield from r.until(stop, out.text)
             body = self._channels.body
+            if hit and hit == self._value_end:
+                out.text(hit)
+                if out.calls:
+                    out.mark_incomplete()  # a value of the last call was cut at this marker
+                continue
             if not body or hit not in body.starts:
                 return hit
             yield from attempt(self._ctx, body, hit, out.text)

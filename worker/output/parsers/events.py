@@ -53,7 +53,7 @@ class ParsedOutput:
         self.in_reasoning = False
         self.is_reasoning_open = False
         self.malformed = 0
-        self.is_broken = False  # whether the arguments of a call are invalid JSON
+        self.is_broken = False  # whether the arguments of a call are invalid JSON, or lack a part
 
     @property
     def in_call(self) -> bool:
@@ -135,6 +135,11 @@ class ParsedOutput:
             self.is_broken = True
             self._brace = "" if missing == "" else self._brace
         self.end()
+
+    def mark_incomplete(self) -> None:
+        """Report that the arguments of a call lack a part of what the model wrote for them."""
+        self.malformed += 1
+        self.is_broken = True
 
     def end(self) -> None:
         self._release_brace()

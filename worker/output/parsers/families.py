@@ -44,13 +44,13 @@ _SEED = XmlCalls(
     param="<parameter=", key_end=">", param_end="</parameter>", call_end="</function>",
 )  # fmt: skip
 _GLM = XmlCalls(
-    wrap=("<tool_call>",), wrap_end=(), call="", head_end=("\n", "<arg_key>", "</tool_call>"),
+    wrap=("<tool_call>",), wrap_end=(), call="", head_end=("\n", "<arg_key>", "</tool_call>", "{"),
     param="<arg_key>", key_end="</arg_key>", value="<arg_value>", param_end="</arg_value>", call_end="</tool_call>",
     strip_line=False, json=True,
 )  # fmt: skip
 _LONGCAT = XmlCalls(
     wrap=("<longcat_tool_call>",), wrap_end=(), call="",
-    head_end=("\n", "<longcat_arg_key>", "</longcat_tool_call>"), param="<longcat_arg_key>",
+    head_end=("\n", "<longcat_arg_key>", "</longcat_tool_call>", "{"), param="<longcat_arg_key>",
     key_end="</longcat_arg_key>", value="<longcat_arg_value>", param_end="</longcat_arg_value>",
     call_end="</longcat_tool_call>", strip_line=False, json=True,
 )  # fmt: skip
@@ -77,7 +77,7 @@ _STEP3 = XmlCalls(
 _KIMI_K3 = XmlCalls(
     wrap=("<|open|>tools<|sep|>",), wrap_end=("<|close|>tools<|sep|>",), call="<|open|>call", head_end=("<|sep|>",),
     param="<|open|>argument", key_end="<|sep|>", param_end="<|close|>argument<|sep|>",
-    call_end="<|close|>call<|sep|>", strip_line=False, json_block="<|open|>json",
+    call_end="<|close|>call<|sep|>", strip_line=False, json_block="<|open|>json", json_end="<|close|>json<|sep|>",
 )  # fmt: skip
 _MUSE = XmlCalls(
     wrap=("<atem:function_calls>",), wrap_end=("</atem:function_calls>",), call="<atem:invoke", head_end=(">",),

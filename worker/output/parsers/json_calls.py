@@ -1,7 +1,7 @@
 """Calls as JSON objects with a name and arguments: Hermes, Llama 3, Mistral v3, Cohere, Granite, Hunyuan, xLAM."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from worker.output.parsers.call import (
@@ -16,8 +16,9 @@ from worker.output.parsers.call import (
     members,
     refuse_continuation,
 )
-from worker.output.parsers.literal import scalar, value
-from worker.output.parsers.reader import Malformed, Steps, collected, markers
+from worker.output.parsers.literal import quoted, scalar, value
+from worker.output.parsers.reader import Malformed, MarkupReader, Steps, collected, markers
+from worker.output.parsers.schema import Parameters
 
 NAME_KEYS: Final = frozenset({"name", "tool_name", "function_name", "function"})
 ARGUMENT_KEYS: Final = frozenset({"arguments", "parameters", "args", "params"})
@@ -109,10 +110,26 @@ class JsonCalls:
                 yield from self._field(ctx, key, call)
             is_first = False
         if not call.is_announced:
+            if call.arguments is None and call.others:
+                yield from self._flat(ctx, call)
             self._announce(ctx, call)
             ctx.out.args(call.arguments or "{}")
         yield from refuse_continuation(r, FIELD_LEFT)
         end(ctx)
+
+    def _flat(self, ctx: ParserContext, call: "_CallState") -> Steps[None]:
+        """Read arguments that stand beside the name. Fields that are no parameters of the tool make the call
+        malformed, because their values would be lost.
+        """
+        params = self._params(ctx, call)
+        fields = {key: text for key, text in call.others.items() if key in params.names or key not in _KNOWN}
+        if fields and (self.bare or (params.names and not fields.keys() <= params.names.keys())):
+            raise Malformed
+        r = MarkupReader()
+        r.push(", ".join(f"{quoted(key)}: {text}" for key, text in fields.items()) + "}")
+        r.ended = True
+        call.arguments = yield from collected(lambda emit: members(replace(ctx, r=r), params, emit))
+        call.others.clear()
 
     def _field(self, ctx: ParserContext, key: str, call: "_CallState") -> Steps[None]:
         char = yield from ctx.r.space()
@@ -131,11 +148,21 @@ class JsonCalls:
             call.name = ctx.tools.declared(json.loads(text).strip())
         elif key in _IDS and text not in ('""', "null") and text[0] not in "[{":
             call.call_id = json.loads(text) if text.startswith('"') else text
+        if key in NAME_KEYS or key in ARGUMENT_KEYS:
+            return
+        call.others[key] = text
+        if call.is_announced and key not in _KNOWN and key in self._params(ctx, call).names:
+            ctx.out.mark_incomplete()  # the arguments have ended without this one
+
+    def _params(self, ctx: ParserContext, call: "_CallState") -> Parameters:
+        return ctx.tools.parameters(ctx.tools.declared(call.name))
 
     def _announce(self, ctx: ParserContext, call: "_CallState", has_arguments: bool = False) -> None:
         if self.bare and not (has_arguments or call.arguments):
             raise Malformed
         if self.bare and ctx.tools and call.name not in ctx.tools:
+            raise Malformed
+        if not self._params(ctx, call).names.keys().isdisjoint(call.others.keys() - _KNOWN):
             raise Malformed
         begin(ctx, call.name, call.call_id)
         call.is_announced = True
@@ -149,6 +176,8 @@ class _CallState:
     call_id: str = ""
     arguments: str | None = None
     is_announced: bool = False
+    # Fields that no notation of calls has.
+    others: dict[str, str] = field(default_factory=dict[str, str])
 
 
 def _key(ctx: ParserContext, char: str) -> Steps[str]:

@@ -1,12 +1,14 @@
 """MiniMax M3's calls: each parameter is a tag with its own name, and may contain nested tags."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from worker.output.parsers.call import NAME_LIMIT, ParserContext, begin, checked, end
+from worker.output.parsers.call import NAME_LIMIT, ParserContext, begin, checked, end, json_arguments
 from worker.output.parsers.literal import quoted
-from worker.output.parsers.reader import Malformed, MarkupReader, Steps, Unclosed, markers
+from worker.output.parsers.reader import Emit, Malformed, MarkupReader, Steps, Unclosed, collected, markers
 from worker.output.parsers.schema import Types, ValueSchema, coerced
+from worker.output.parsers.xml_values import LOOKAHEAD_LIMIT
 
 _NS: Final = "]<]minimax[>["
 _MAX_DEPTH: Final = 32
@@ -14,10 +16,13 @@ _MAX_DEPTH: Final = 32
 
 @dataclass(slots=True)
 class _Node:
-    """Tag that contains text or further tags. `source` is its raw text between the opening and the closing tag."""
+    """Tag that contains text or further tags. `source` is its raw text between the opening and the closing tag;
+    `has_text` means that there is text beside further tags.
+    """
 
     tag: str
     source: str = ""
+    has_text: bool = False
     children: "list[_Node]" = field(default_factory=list["_Node"])
 
 
@@ -32,25 +37,70 @@ class MiniMaxM3Calls:
         while True:
             head, _ = yield from r.capture(markers(">"), NAME_LIMIT)
             name = checked(head.partition("=")[2])
-            tag = yield from _tag(r)
-            params = begin(ctx, name)
-            is_first = True
-            while tag != "/invoke":
-                if tag.startswith("/"):
-                    raise Malformed
-                node = yield from _read(r, tag)
-                ctx.out.args(("{" if is_first else ", ") + quoted(tag) + ": ")
-                ctx.out.args(_json(node, params.value(tag)))
-                is_first = False
-                if not (yield from r.space()):
-                    raise Unclosed
-                tag = yield from _tag(r)
-            ctx.out.args("{}" if is_first else "}")
+            yield from self._arguments(ctx, name)
             end(ctx)
             yield from r.space()
             if not (yield from r.literal(markers(f"{_NS}<invoke"))):
                 break
         yield from r.literal(markers(*self.ends))
+
+    def _arguments(self, ctx: ParserContext, name: str) -> Steps[None]:
+        """Read the arguments of a call and its end."""
+        r, out, given = ctx.r, ctx.out, list[str]()
+        if (yield from r.space()) == "{":
+            yield from json_arguments(ctx, begin(ctx, name))
+            yield from r.expect(markers(f"{_NS}</invoke>"))
+            return
+        tag = yield from _tag(r)
+        params = begin(ctx, name)
+        while tag != "/invoke":
+            if tag.startswith("/") or tag in given:
+                raise Malformed
+            lead = ("{" if not given else ", ") + quoted(tag) + ": "
+            given.append(tag)
+            schema = params.value(tag)
+            if _is_text(schema.types):
+                text = yield from collected(lambda emit, tag=tag: _text(r, tag, given, emit))
+                out.args(lead + coerced(text, schema.types))
+            else:
+                out.args(lead + _json((yield from _read(r, tag)), schema))
+            if not (yield from r.space()):
+                raise Unclosed
+            tag = yield from _tag(r)
+        out.args("}" if given else "{}")
+
+
+def _text(r: MarkupReader, tag: str, given: Sequence[str], emit: Emit) -> Steps[None]:
+    """Read a text up to its end tag: the one after which the call can go on, and that closes no tag in the text."""
+    start, stop, depth = f"{_NS}<{tag}>", f"{_NS}</{tag.partition(' ')[0]}>", 0
+    while hit := (yield from r.until(markers(start, stop), emit, keep=True)):
+        if hit == stop:
+            follows = yield from r.ahead(_after_text(r, stop, given), LOOKAHEAD_LIMIT)
+            if follows is not None and (not depth or follows):
+                r.take(len(stop))
+                return
+        depth = max(0, depth + (1 if hit == start else -1))
+        emit(r.take(len(hit)))
+    raise Malformed
+
+
+def _after_text(r: MarkupReader, stop: str, given: Sequence[str]) -> Steps[bool]:
+    """Return whether the output ends after an end tag and the end of the call; raises `Malformed` if neither this nor
+    another parameter follows.
+    """
+    yield from r.literal(markers(stop))
+    for marker in (f"{_NS}</invoke>", f"{_NS}</tool_call>"):
+        if not (yield from r.space()):
+            return True
+        if not (yield from r.literal(markers(marker))):
+            break
+    else:
+        return not (yield from r.space())
+    if marker == f"{_NS}</invoke>":
+        tag = yield from _tag(r)
+        if tag.startswith("/") or tag in given:
+            raise Malformed
+    return False
 
 
 def _tag(r: MarkupReader) -> Steps[str]:
@@ -66,8 +116,11 @@ def _read(r: MarkupReader, tag: str) -> Steps[_Node]:
     # Each open tag is stored with the number of text pieces that precede its contents.
     open_ = [(top, 0)]
     while open_:
-        if not (yield from r.until(markers(f"{_NS}<"), pieces.append)):
+        text = list[str]()
+        if not (yield from r.until(markers(f"{_NS}<"), text.append)):
             raise Malformed
+        pieces += text
+        open_[-1][0].has_text |= bool("".join(text).strip())
         name, _ = yield from r.capture(markers(">"), NAME_LIMIT)
         if name.startswith("/"):
             node, start = open_.pop()
@@ -94,6 +147,8 @@ def _json(node: _Node, schema: ValueSchema) -> str:
         if not text.strip() and types and "string" not in types:
             return "[]" if "array" in types else "{}" if "object" in types else coerced(text, types)
         return coerced(text, types)
+    if node.has_text:
+        raise Malformed  # the text would be lost
     is_list = not types or "array" in types
     tags = {child.tag for child in node.children}
     if is_list and (tags == {"item"} or (types and len(tags) == 1 and "object" not in types)):

@@ -57,7 +57,8 @@ class Parser:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the arguments of a call are not valid JSON, so that the output must not be reported as complete."""
+        """Whether the arguments of a call are not valid JSON or lack a part, so that the output must not be reported as
+        complete."""
         return self._out.is_broken
 
     @property

@@ -162,7 +162,7 @@ class MarkupReader:
         """Consume and return the longest of `words` that comes next; otherwise return "" and consume nothing."""
         while True:
             rest = self.buf[self.at : self.at + words.longest]
-            if (not rest or rest in words.prefixes) and not self.ended:
+            if (not rest or rest in words.prefixes) and words.words and not self.ended:
                 yield
                 continue
             match = words.pattern.match(self.buf, self.at)

@@ -58,6 +58,12 @@ class Tools:
     def parameters(self, name: str) -> "Parameters":
         return Parameters(self._schemas.get(name, {}))
 
+    def name_and_parameter(self, text: str) -> tuple[str, str] | None:
+        """Return the only tool and parameter whose names in a row are `text`; None if there are none or several."""
+        pairs = [(name, text[len(name) :].strip()) for name in self._schemas if text.startswith(name)]
+        known = [(name, key) for name, key in pairs if key in self.parameters(name).names]
+        return known[0] if len(known) == 1 else None
+
 
 class Parameters:
     """Parameters of one tool."""

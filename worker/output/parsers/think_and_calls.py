@@ -8,6 +8,8 @@ from protocol.from_worker import DeltaKind
 from worker.output.parsers.call import CallFormat, ParserContext, attempt
 from worker.output.parsers.events import ParsedOutput
 from worker.output.parsers.reader import Steps, markers
+from worker.output.parsers.xml_notation import XmlNotation
+from worker.output.parsers.xml_values import LOOKAHEAD_LIMIT
 
 # Maximum number of searches for a last call that begin in searched text. Each may cost as much as the whole text.
 _SEARCHES_MAX: Final = 4
@@ -74,7 +76,10 @@ class Conversation:
         self._grammar = grammar
         self._by_start = {start: form for form in grammar.formats for start in form.starts}
         self._starts, self._ends = (grammar.think.starts, grammar.think.ends) if grammar.think else ((), ())
-        self._content = markers(*self._starts, *self._ends, *grammar.drop, *self._by_start, *_END_OF_TURN)
+        self._value_ends = [form.param_end for form in grammar.formats if isinstance(form, XmlNotation)]
+        self._content = markers(
+            *self._starts, *self._ends, *grammar.drop, *self._by_start, *self._value_ends, *_END_OF_TURN
+        )
         calls = self._by_start if ctx.tools or grammar.tool_ends_think != "last" else ()
         self._reasoning = markers(*self._starts, *self._ends, *calls)
         self._after_call = markers(*grammar.drop, *calls, *_END_OF_TURN)
@@ -90,6 +95,11 @@ class Conversation:
         while hit := (yield from ctx.r.until(self._content, out.text)):
             if form := self._by_start.get(hit):
                 yield from attempt(ctx, form, hit, out.text)
+            elif hit in self._value_ends:
+                out.text(hit)
+                if out.calls:
+                    # A value of the last call held the markers of the call's end, and was cut there.
+                    out.mark_incomplete()
             elif hit in self._starts:
                 if out.is_line_start or self._is_special(hit):
                     yield from self._read_reasoning()
@@ -150,7 +160,9 @@ class Conversation:
         if self._grammar.tool_ends_think == "last":
             return (yield from self._is_last_call(hit))
         is_inside = self._ctx.out.in_reasoning and not self._ctx.out.is_line_start
-        return self._grammar.tool_ends_think == "always" or not is_inside
+        if self._grammar.tool_ends_think == "always" or not is_inside:
+            return True
+        return (yield from self._is_call_inline(hit))
 
     def _is_last_call(self, hit: str) -> Steps[bool]:
         """Look ahead and return whether the output ends with whole calls to declared tools, the first begun by `hit`.
@@ -180,6 +192,15 @@ class Conversation:
             return is_over and scratch.out.calls > 0 and not scratch.out.is_broken
         finally:
             self._searched = max(self._searched, r.position)
+
+    def _is_call_inline(self, hit: str) -> Steps[bool]:
+        """Return whether a call begins with `hit` within a line of reasoning. A wrapper does, if the call in it begins
+        a line or is complete up to its first parameter, and calls a declared tool.
+        """
+        form = self._by_start[hit]
+        if not isinstance(form, XmlNotation) or hit not in form.wrap:
+            return False
+        return bool((yield from self._ctx.r.ahead(form.follows_wrapper(self._ctx), LOOKAHEAD_LIMIT)))
 
     def _prefix(self) -> Steps[None]:
         if self._grammar.think and (prefix := self._grammar.think.prefix):

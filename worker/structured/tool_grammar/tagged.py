@@ -7,6 +7,8 @@ from typing import Any, Final, cast
 from worker.output.parsers.minimax_m3 import MiniMaxM3Calls
 from worker.output.parsers.schema import Parameters, Schema, mapping
 from worker.output.parsers.xml_calls import XmlCalls
+from worker.output.parsers.xml_notation import spellings
+from worker.output.parsers.xml_values import CDATA
 from worker.structured.tool_grammar.formats import MAX_CALLS, MAX_NUMBERED_CALLS, Shape
 from worker.structured.tool_grammar.lark import Lark, either
 from worker.structured.tool_grammar.schemas import ToolSchema, constants, only, quantifier, resolved
@@ -79,10 +81,18 @@ class _XmlWriter:
         at = 1 if family in _SECOND_WRAP else 0
         self._wrap = form.wrap[at] if form.wrap else ""
         self._wrap_end = form.wrap_end[at] if form.wrap_end else ""
-        # No value may contain these texts, because the parser would end the value there.
-        self._banned = (
-            form.param_end, form.call_end, *form.wrap_end, "\n" + form.param, *(("<![CDATA[",) if form.cdata else ()),
-        )  # fmt: skip
+
+    def _banned(self, tool: ToolSchema, key: str) -> tuple[str, ...]:
+        """Return the texts that no value of `key` may contain, because the parser may not read them as its text: the
+        end of a value, the start of a call, and the start of a parameter where another one may follow.
+        """
+        form, keys = self._form, list(tool.properties)
+        before = keys[: keys.index(key)]
+        is_last = all(other in before and other in tool.required for other in keys if other != key)
+        # Values that begin on a line of their own end before a parameter only at the start of a line.
+        param = ("\n" if self._look.value == "\n" else "") + form.param
+        further = () if is_last else (param,)
+        return (*spellings(form.param_end), *form.openers, *further, *((CDATA,) if form.cdata else ()))
 
     def shape(self, tools: Sequence[ToolSchema]) -> Shape:
         lark, form, look = self._lark, self._form, self._look
@@ -130,7 +140,7 @@ class _XmlWriter:
         between = (look.after + form.value) if form.value else ""
         head = self._lark.text(form.param + label + form.key_end + between + look.value)
         end = look.before_end + form.param_end + look.after
-        value = parameter(self._lark, tool, key, schema, end, self._banned)
+        value = parameter(self._lark, tool, key, schema, end, self._banned(tool, key))
         whole = self._lark.rule(f"{head} {value}")
         return whole if key in tool.required else f"({whole})?"
 

@@ -1,0 +1,189 @@
+"""Notation of calls as tags around plain text: how a call and each of its parameters begin."""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from worker.output.parsers.call import NAME_LIMIT, ParserContext, checked
+from worker.output.parsers.reader import Malformed, MarkupReader, Steps, markers
+from worker.output.parsers.schema import Parameters
+
+_ATTRIBUTE = re.compile(r"([\w:]+)\s*=\s*(?:\"([^\"]*)\"|'([^']*)'|([^\s\"'>]+))")
+_KEY = re.compile(r"[^<>\n]+")
+# Parts of markers that models leave out.
+_NAMESPACE = re.compile("｜DSML｜|atem:|steptml:")
+
+
+class ParameterStart(NamedTuple):
+    """Start of a parameter, which is consumed. `label` is the text of its tag; `ends` are the markers of its end.
+
+    `is_whole` means that no marker is missing, `is_own` that it is spelled as the format demands.
+    """
+
+    key: str
+    label: str
+    ends: tuple[str, ...]
+    is_whole: bool = True
+    is_own: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class XmlNotation:
+    """Notation `wrap` `call` name `head_end` (`param` key `key_end` value `param_end`)* `call_end` `wrap_end`.
+
+    A name or key is the text of its tag, or the tag's attribute `name`, `tool` or `key`. An empty `wrap` means that
+    calls have no wrapper; `call_alone` makes the wrapper optional. With `strip_line`, the first and last line break of
+    a value belong to the markup; with `inline`, the last line break does so only if the first is present. Between
+    `json_block` and `json_end`, all arguments are one object; `json` means that the call may be JSON.
+    """
+
+    wrap: tuple[str, ...]
+    wrap_end: tuple[str, ...]
+    call: str
+    head_end: tuple[str, ...]
+    param: str
+    key_end: str
+    param_end: str
+    call_end: str
+    value: str = ""
+    call_alone: bool = True
+    strip_line: bool = True
+    inline: bool = False
+    json: bool = False
+    cdata: bool = False
+    json_block: str = ""
+    json_end: str = ""
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return self.wrap + ((self.call,) if self.call and (self.call_alone or not self.wrap) else ())
+
+    @property
+    def openers(self) -> tuple[str, ...]:
+        """Markers that may begin a call, in a wrapper too."""
+        return (*self.wrap, self.call)
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        return (self.call_end, *self.wrap_end)
+
+    def head(self, ctx: ParserContext) -> Steps[tuple[str, str]]:
+        """Read a call's name and the marker after it; return the name, and the key of a parameter that follows without
+        its start marker.
+        """
+        glued = self.key_end if self.value and not self.call else ""
+        text, closing = yield from ctx.r.capture(markers(*self.head_end, glued), NAME_LIMIT, keep=True)
+        if closing == glued:
+            if not (pair := ctx.tools.name_and_parameter(text.strip())):
+                raise Malformed
+            yield from ctx.r.literal(markers(closing))
+            return pair
+        if self.call or closing == "\n":
+            yield from ctx.r.literal(markers(closing))
+        is_attribute = self.call and not self.call.endswith(("=", ">"))
+        return checked(attribute(text, "name", "tool") or ("" if is_attribute else text)), ""
+
+    def opening(self, r: MarkupReader, params: Parameters, is_foreign: bool = False) -> Steps[ParameterStart | None]:
+        """Read the start of a parameter; None if there is none here. Raises `Malformed` for half a start.
+
+        With `is_foreign`, markers without their namespace and tags that are named after parameters start one too.
+        """
+        names = params.names
+        own = yield from r.literal(markers(*(spellings(self.param) if is_foreign else (self.param,))))
+        if own:
+            label, hit = yield from r.capture(markers(self.key_end, self.value), NAME_LIMIT)
+            key = self._key(label, params)
+            is_own = own == self.param
+            if not key or (not is_own and key not in names):
+                raise Malformed
+            return (yield from self.after_key(r, key, label, hit == self.value, is_own))
+        if self.value:
+            if not (hit := (yield from r.literal(markers(*(key + self.key_end for key in names))))):
+                return None
+            opening = yield from self.after_key(r, hit.removesuffix(self.key_end), "")
+            if not opening.is_whole:
+                raise Malformed
+            return opening
+        if is_foreign and (tag := (yield from r.literal(markers(*(f"<{key}>" for key in names))))):
+            return ParameterStart(tag[1:-1], "", (f"</{tag[1:-1]}>",), is_own=False)
+        return None
+
+    def after_key(
+        self, r: MarkupReader, key: str, label: str, has_value: bool = False, is_own: bool = True
+    ) -> Steps[ParameterStart]:
+        """Read the marker between a key and its value, which is optional."""
+        if self.value and not has_value:
+            yield from r.space()
+            has_value = bool((yield from r.literal(markers(self.value))))
+        return ParameterStart(key, label, spellings(self.param_end), has_value or not self.value, is_own)
+
+    def begins(self, ctx: ParserContext, is_declared: bool = False) -> Steps[bool]:
+        """Return whether the whole start of a call comes next, up to its first parameter or its end. Consumes it.
+
+        With `is_declared`, the call must be one of a declared tool, if there are any.
+        """
+        r = ctx.r
+        start = yield from r.literal(markers(*self.openers))
+        if not start:
+            return False
+        char = yield from r.space()
+        if self.json and char in ("{", "["):
+            return True
+        if self.call and start != self.call and not (yield from r.literal(markers(self.call))):
+            return False
+        try:
+            name, key = yield from self.head(ctx)
+            if is_declared and ctx.tools and ctx.tools.declared(name) not in ctx.tools:
+                return False
+            char = yield from r.space()
+            return bool(key or char in ("", "{") or (yield from self.is_body(r)))
+        except Malformed:
+            return False
+
+    def follows_wrapper(self, ctx: ParserContext) -> Steps[bool]:
+        """Return whether the start of a call follows the start of a wrapper: on a line of its own, or of a declared
+        tool.
+        """
+        r = ctx.r
+        gap, _ = yield from r.capture(markers(self.call))
+        if gap.strip():
+            return False
+        name, _ = yield from self.head(ctx)
+        char = yield from r.space()
+        is_call = char == "{" or (yield from self.is_body(r))
+        return is_call and ("\n" in gap or ctx.tools.declared(name) in ctx.tools)
+
+    def is_body(self, r: MarkupReader) -> Steps[bool]:
+        """Return whether any parameter or the end of a call comes next. Consumes it."""
+        if (yield from self.opening(r, _ANY_PARAMETERS)):
+            return True
+        return bool((yield from r.literal(markers(*self.ends, self.json_block))))
+
+    def _key(self, label: str, params: Parameters) -> str:
+        """Return the key in a tag; "" if it has none."""
+        key = attribute(label, "name", "key")
+        text = label.strip().removeprefix("=").strip().strip("\"'")
+        # A tag with attributes may hold the text of a key only where this key is declared.
+        key = key or (text if self.param.endswith(("=", ">")) or text in params.names else "")
+        return key if key in params.names or _KEY.fullmatch(key) else ""
+
+
+_ANY_PARAMETERS: Final = Parameters({})
+
+
+@lru_cache(maxsize=64)
+def spellings(marker: str) -> tuple[str, ...]:
+    """Return the marker, and its spelling without the namespace if it has one."""
+    return tuple(dict.fromkeys((marker, _NAMESPACE.sub("", marker))))
+
+
+def attribute(head: str, *names: str) -> str:
+    """Return the first of these attributes in a tag, with XML's two common entities resolved."""
+    if "=" not in head:
+        return ""
+    for match in _ATTRIBUTE.finditer(head):
+        if match[1] in names:
+            text = match[2] or match[3] or match[4] or ""
+            return text.replace("&quot;", '"').replace("&amp;", "&")
+    return ""

@@ -1,0 +1,222 @@
+"""Values between tags: which markers in the text of a value end it, and which are a part of it.
+
+A marker ends a value only if the call can continue after it: with a parameter that the call does not have yet, with the
+end of the call, or with the end of the output.
+"""
+
+import re
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Final, NamedTuple
+
+from worker.output.parsers.call import NAME_LIMIT, ParserContext, drop
+from worker.output.parsers.reader import Emit, Malformed, MarkerSet, Steps, markers
+from worker.output.parsers.schema import Parameters, Types
+from worker.output.parsers.xml_notation import ParameterStart, XmlNotation, spellings
+
+# Maximum number of characters of a lookahead, more than the markup between any two values.
+LOOKAHEAD_LIMIT: Final = 512
+# Maximum number of characters of text after a call in which another end of the same call is searched.
+_TEXT_LIMIT: Final = 256
+# Matches the head of a call between its markers.
+_QUOTED_HEAD = re.compile(r"\s*(?:[\w.\-:/@$]+|(?:\s*[\w:]+=(?:\"[^\"]*\"|'[^']*'|[^\s\"'<>]+))+)\s*>?\s*")
+# Matches a tag after the name, which some of the families have that write keys and values in tags.
+_HEAD_TAG = re.compile(r"<[^<>\n]*>\s*\Z")
+CDATA: Final = "<![CDATA["
+_CDATA_END: Final = "]]>"
+
+
+class _Meaning(Enum):
+    """Meaning of a marker in a value: its end or text. `OPENS` and `CLOSES` are text: a call that the value quotes."""
+
+    TEXT = auto()
+    REPEATS = auto()
+    OPENS = auto()
+    CLOSES = auto()
+    END = auto()
+    END_IS_MISSING = auto()
+
+
+class _CallEnd(NamedTuple):
+    """End of a call: its position in the whole text, and whether it includes the end of the wrapper."""
+
+    position: int
+    is_wrap_closed: bool
+
+
+@dataclass(slots=True)
+class CallState:
+    """Call that is being read. `given` are the keys of its parameters; `is_repaired` means that the end marker of a
+    value was missing.
+    """
+
+    ctx: ParserContext
+    params: Parameters
+    is_wrapped: bool
+    given: list[str] = field(default_factory=list[str])
+    is_repaired: bool = False
+
+
+@dataclass(slots=True)
+class ValueReader:
+    """Reader of one value, whose start is consumed. `types` are the types that the value may have."""
+
+    form: XmlNotation
+    call: CallState
+    opening: ParameterStart
+    types: Types
+    is_line: bool = False
+    is_cdata: bool = False
+    # Number of calls that the value quotes and that are still open.
+    depth: int = 0
+    has_quoted_end: bool = False
+
+    def start(self) -> Steps[None]:
+        """Read the markup between the start of the parameter and its text."""
+        r, form = self.call.ctx.r, self.form
+        self.is_line = form.strip_line and bool((yield from r.literal(markers("\n"))))
+        self.is_cdata = form.cdata and bool((yield from r.literal(markers(CDATA))))
+
+    def text(self, emit: Emit) -> Steps[None]:
+        """Emit the text of the value and consume its end marker. Raises `Malformed`."""
+        r, stop = self.call.ctx.r, self._stop()
+        while hit := (yield from r.until(stop, emit, keep=True)):
+            meaning, size = (yield from r.ahead(self._meaning(hit), LOOKAHEAD_LIMIT)) or (_Meaning.TEXT, len(hit))
+            match meaning:
+                case _Meaning.END | _Meaning.END_IS_MISSING:
+                    if self.depth and self.has_quoted_end:
+                        break  # it is not known which of the ends the value has quoted
+                    self.call.is_repaired |= meaning is _Meaning.END_IS_MISSING
+                    r.take(size)
+                    return
+                case _Meaning.REPEATS:
+                    if self.call.is_repaired or (self.types and "string" not in self.types):
+                        break  # the value cannot go on
+                case _Meaning.OPENS:
+                    self.depth += 1
+                case _Meaning.CLOSES:
+                    self.depth -= 1
+                    self.has_quoted_end = True
+                case _Meaning.TEXT:
+                    pass
+            emit(r.take(size))
+        raise Malformed
+
+    def _stop(self) -> MarkerSet:
+        form = self.form
+        if self.is_cdata:
+            return markers(_CDATA_END)
+        words = [form.param, *form.ends, *form.openers]
+        lines = ["\n" + word for word in (form.param, *form.ends)]
+        if form.strip_line and (self.is_line or not form.inline):
+            lines += ["\n" + end for end in self.opening.ends]
+        return markers(*words, *lines, *self.opening.ends)
+
+    def _meaning(self, hit: str) -> Steps[tuple[_Meaning, int]]:
+        """Return the meaning of the marker that comes next, and the number of characters that share it."""
+        r, start = self.call.ctx.r, self.call.ctx.r.position
+        word = hit.removeprefix("\n")
+        break_size = len(hit) - len(word)
+        if word in self.opening.ends or self.is_cdata:
+            r.take(len(hit))
+            if self.is_cdata:
+                yield from r.expect(markers(self.form.param_end))
+            # A marker without its namespace counts only beside one that has it, or if the parameter begins like that.
+            is_loose = not self.opening.is_own or word == self.form.param_end
+            meaning, end = yield from self._after_end(is_loose)
+            return meaning, end - start
+        if word in self.form.openers:
+            meaning, end = yield from self._quoted_start()
+            return meaning, end - start
+        r.take(break_size)
+        if word == self.form.param:
+            is_end = yield from self._is_next_parameter(at_line_start=bool(break_size))
+            return (_Meaning.END_IS_MISSING, break_size) if is_end else (_Meaning.TEXT, len(hit))
+        is_end = yield from self._is_call_end()
+        return (_Meaning.END, break_size) if is_end else (_Meaning.TEXT, len(hit))
+
+    def _is_next_parameter(self, at_line_start: bool) -> Steps[bool]:
+        """Return whether another parameter begins here, so that the end marker of this one is missing."""
+        opening = yield from self.form.opening(self.call.ctx.r, self.call.params)
+        if not opening or not opening.is_whole or opening.key in self.call.given or self.depth:
+            return False
+        if not self.call.params.names:
+            return self.form.strip_line and at_line_start
+        # A model that writes values on lines of their own writes their markers there, too.
+        return opening.key in self.call.params.names and (at_line_start or not self.is_line)
+
+    def _after_end(self, is_loose: bool) -> Steps[tuple[_Meaning, int]]:
+        """Return the meaning of an end marker by what follows it, and where the text ends that shares the meaning."""
+        r, form, end = self.call.ctx.r, self.form, self.call.ctx.r.position
+        if not (yield from r.space()):
+            return _Meaning.END, end
+        opening = yield from form.opening(r, self.call.params, is_foreign=not self.opening.is_own)
+        if opening:
+            if self.depth or not (opening.is_whole or opening.key in self.call.params.names):
+                return _Meaning.TEXT, end
+            return (_Meaning.REPEATS if opening.key in self.call.given else _Meaning.END), end
+        if not (call_end := (yield from self._call_end(is_loose))):
+            return _Meaning.TEXT, end
+        if not (yield from r.space()):
+            return _Meaning.END, end
+        if self.depth:
+            return _Meaning.CLOSES, call_end.position
+        return (_Meaning.TEXT if (yield from self._is_ended_again(call_end.is_wrap_closed)) else _Meaning.END), end
+
+    def _call_end(self, is_loose: bool = False) -> Steps["_CallEnd | None"]:
+        """Read the end of a call, and of its wrapper if that follows; None if there is no end here."""
+        r, form = self.call.ctx.r, self.form
+        call_end = spellings(form.call_end) if is_loose else (form.call_end,)
+        if not (hit := (yield from r.literal(markers(*call_end, *form.wrap_end)))):
+            return None
+        end = r.position
+        if hit in form.wrap_end:
+            return _CallEnd(end, is_wrap_closed=True)
+        yield from r.space()
+        if (yield from r.literal(markers(*form.wrap_end))):
+            return _CallEnd(r.position, is_wrap_closed=True)
+        return _CallEnd(end, is_wrap_closed=False)
+
+    def _is_ended_again(self, is_closed: bool) -> Steps[bool]:
+        """Return whether the text after a call holds another end of a value, so that this one goes on until there."""
+        r, form, start = self.call.ctx.r, self.form, self.call.ctx.r.position
+        wrap_end = form.wrap_end if self.call.is_wrapped and not is_closed else ()
+        words = markers(*self.opening.ends, form.call_end, *form.openers, *wrap_end)
+        while (left := _TEXT_LIMIT - (r.position - start)) > 0:
+            hit = yield from r.until(words, drop, left, keep=True)
+            if not hit or hit in wrap_end:
+                return False
+            if hit not in form.openers:
+                return True
+            if (yield from r.ahead(form.begins(self.call.ctx), LOOKAHEAD_LIMIT)):
+                return False
+            r.take(len(hit))
+        return False
+
+    def _quoted_start(self) -> Steps[tuple[_Meaning, int]]:
+        """Return whether a call with parameters begins here, and where the text ends that is certainly quoted."""
+        r, form = self.call.ctx.r, self.form
+        hit = yield from r.literal(markers(*form.openers))
+        end = r.position
+        if hit == form.call or not form.call:
+            head, _ = yield from r.capture(markers(form.param, *form.ends, *self.opening.ends), NAME_LIMIT, True)
+            if not _QUOTED_HEAD.fullmatch(_HEAD_TAG.sub("", head) if form.value else head):
+                return _Meaning.TEXT, end
+            if (yield from form.opening(r, Parameters({}))):
+                return _Meaning.OPENS, end
+            if call_end := (yield from self._call_end()):
+                return _Meaning.TEXT, call_end.position
+        return _Meaning.TEXT, end
+
+    def _is_call_end(self) -> Steps[bool]:
+        """Return whether the call ends here, so that the end marker of the value is missing: then nothing but a call
+        of a declared tool may follow.
+        """
+        ctx = self.call.ctx
+        call_end = yield from self._call_end()
+        if self.depth or not call_end:
+            return False
+        if not (yield from ctx.r.space()):
+            return not ctx.r.is_cut
+        is_whole = call_end.is_wrap_closed or not self.form.wrap_end or not self.call.is_wrapped
+        return is_whole and (yield from self.form.begins(ctx, is_declared=True))
