@@ -19,7 +19,7 @@ LOOKAHEAD_LIMIT: Final = 512
 # Maximum number of characters of text after a call in which another end of the same call is searched.
 _TEXT_LIMIT: Final = 256
 # Matches the head of a call between its markers.
-_QUOTED_HEAD = re.compile(r"\s*(?:[\w.\-:/@$]+|(?:\s*[\w:]+=(?:\"[^\"]*\"|'[^']*'|[^\s\"'<>]+))+)\s*>?\s*")
+_QUOTED_HEAD = re.compile(r"\s*(?:[\w.\-:/@$]+|(?:\s*[\w:]+=(?:\"[^\"]*\"|'[^']*'|[^\s\"'<>]+))+)\s*")
 # Matches a tag after the name, which some of the families have that write keys and values in tags.
 _HEAD_TAG = re.compile(r"<[^<>\n]*>\s*\Z")
 CDATA: Final = "<![CDATA["
@@ -200,7 +200,10 @@ class ValueReader:
         end = r.position
         if hit == form.call or not form.call:
             head, _ = yield from r.capture(markers(form.param, *form.ends, *self.opening.ends), NAME_LIMIT, True)
-            if not _QUOTED_HEAD.fullmatch(_HEAD_TAG.sub("", head) if form.value else head):
+            head = head.rstrip()
+            head_end = next((marker for marker in form.head_end if head.endswith(marker)), "")
+            name = _HEAD_TAG.sub("", head) if form.value else head.removesuffix(head_end)
+            if (form.call and not head_end) or not _QUOTED_HEAD.fullmatch(name):
                 return _Meaning.TEXT, end
             if (yield from form.opening(r, Parameters({}))):
                 return _Meaning.OPENS, end
