@@ -6,16 +6,15 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Final, cast
 
-from jinja2.exceptions import TemplateError, TemplateSyntaxError
+from jinja2.exceptions import TemplateError
 from msgspec import structs
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from protocol.failures import Code
 from protocol.prompts import ChatPrompt
-from worker.errors import LoadFailed, RequestInvalid
+from worker.errors import RequestInvalid
 from worker.prompt.contents import media, words
 from worker.prompt.rewrites import (
     ADAPTATIONS,
@@ -34,7 +33,7 @@ from worker.prompt.time_limit import RENDERING
 from worker.vision.markers import MediaMarkers
 
 # Errors that template code raises for unexpected messages.
-_REFUSALS: Final = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+REFUSALS: Final = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 _NEAREST: Final = {"low": ("medium", "high", ""), "medium": ("high", "low", ""), "high": ("medium", "low", "")}
 
 
@@ -119,7 +118,7 @@ class Renderer:
             )
         try:
             return RENDERING.run(lambda: self._render_with_effort(prompt, opens_answer and not prompt.continue_final))
-        except _REFUSALS as error:
+        except REFUSALS as error:
             # Clients see why the template itself refused the messages, but not the errors of code that it runs.
             reason = f": {error}" if isinstance(error, TemplateError) else ""
             message = f"the model's chat template refused the messages{reason}"
@@ -129,11 +128,11 @@ class Renderer:
         """Render with the requested effort, or the nearest accepted one: many clients always send an effort."""
         try:
             return self._render_somehow(prompt, opens_answer)
-        except _REFUSALS:
+        except REFUSALS:
             for effort in _NEAREST.get(prompt.effort, ()):
                 nearest = structs.replace(prompt, effort=effort)
                 if self._distinguishes(prompt, nearest):
-                    with suppress(*_REFUSALS):
+                    with suppress(*REFUSALS):
                         return self._render_somehow(nearest, opens_answer)
             raise
 
@@ -164,7 +163,7 @@ class Renderer:
                 try:
                     text = self._render(shape, structs.replace(prompt, tools=tools), opens_answer)
                     return text, self._order(prompt.messages, shape, text)
-                except _REFUSALS as error:
+                except REFUSALS as error:
                     first = first or error
         assert first is not None, "there is always a shape to try"
         raise first
@@ -189,7 +188,7 @@ class Renderer:
 
     def _try(self, messages: Messages, tools: Sequence[dict[str, Any]] = ()) -> str | None:
         """Render exactly these messages with a generation prompt; None if the template refuses them."""
-        with suppress(*_REFUSALS):
+        with suppress(*REFUSALS):
             return self._render(messages, ChatPrompt(messages, list(tools)), opens_answer=True)
         return None
 
@@ -328,40 +327,6 @@ class Renderer:
         wanted = {words(message["content"]) for message in messages if "words" in words(message["content"])}
         text = self._try(messages, [_PROBE_TOOL] if messages[-1]["role"] == "tool" else [])
         return text is not None and any(word not in text for word in wanted)
-
-
-def check_template(template: str) -> None:
-    """Check that a configured template compiles. Raises `LoadFailed`."""
-    try:
-        render_jinja_template(conversations=[[]], chat_template=template)
-    except TemplateSyntaxError as error:
-        message = f"the configured chat_template does not compile: {error.message} (its line {error.lineno})"
-        raise LoadFailed(Code.BAD_CONFIG, message) from error
-    except _REFUSALS:
-        pass  # the template compiles; it only refuses a chat without messages
-
-
-def adopt_template(tokenizer: Any, path: Path) -> None:
-    """Set a tokenizer's template to the one in a separate file for the model's processor.
-
-    This happens if the tokenizer has no template, or if only the processor's template renders images.
-    """
-    separate = _separate_template(path)
-    own = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
-    if separate and (not tokenizer.has_chat_template or (own and "image" not in own and "image" in separate)):
-        tokenizer.chat_template, tokenizer.has_chat_template = separate, True
-
-
-def _separate_template(path: Path) -> str:
-    with suppress(OSError, ValueError):
-        match json.loads((path / "chat_template.json").read_bytes()):
-            case {"chat_template": str(template)}:
-                return template
-            case _:
-                pass
-    with suppress(OSError, ValueError):
-        return (path / "chat_template.jinja").read_text(encoding="utf-8")
-    return ""
 
 
 def _templates(chat_template: Any) -> dict[str, str]:
