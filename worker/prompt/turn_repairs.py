@@ -64,7 +64,8 @@ def last_calls_answered(messages: Messages) -> Messages:
 def opened_before_calls(messages: Messages) -> Messages:
     """Put a user's turn before calls that begin a conversation, for templates that take the first message for a user's
     and put the tools there, such as Llama's."""
-    lead = _lead(messages)
+    # A second system message would itself be taken for the user's.
+    lead = min(_lead(messages), 1)
     is_call = len(messages) > lead and messages[lead].get("tool_calls")
     return [*messages[:lead], _STARTED, *messages[lead:]] if is_call else messages
 
