@@ -9,7 +9,16 @@ from typing import Final
 
 from worker.prompt.contents import joined, media, parts
 from worker.prompt.probe_chats import ANSWERED, ASKED, ASKED_NEXT, QUESTION, SAID
-from worker.prompt.rewrites import SHOWN_NEXT, Message, Messages, alternating, unchanged, without_system, words_apart
+from worker.prompt.rewrites import (
+    SHOWN_NEXT,
+    Message,
+    Messages,
+    alternating,
+    one_system,
+    unchanged,
+    without_system,
+    words_apart,
+)
 
 # Texts of turns that no client has sent: a user's before the first turn of the assistant, the assistant's between a
 # result or an unanswered call and the next turn of the user, and the result of an unanswered call.
@@ -71,11 +80,11 @@ def opened_before_calls(messages: Messages) -> Messages:
 
 
 def opened_before_calls_alone(messages: Messages) -> Messages:
-    """Put a user's turn before a conversation of calls and results alone, for templates that show the tools beside the
+    """Begin a conversation of calls and results alone with the user, for templates that show the tools beside the
     last message of a user, such as Mistral's."""
-    lead = _lead(messages)
-    is_alone = all(message["role"] == "tool" or message.get("tool_calls") for message in messages[lead:])
-    return [*messages[:lead], _STARTED, *messages[lead:]] if is_alone and messages[lead:] else messages
+    turns = messages[_lead(messages) :]
+    is_alone = turns != [] and all(turn["role"] == "tool" or turn.get("tool_calls") for turn in turns)
+    return _opened(one_system(messages)) if is_alone else messages
 
 
 def taking_turns(messages: Messages) -> Messages:
