@@ -61,7 +61,7 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Rank of a group at one start; see `protocol.group`. Rank 0 binds the addresses, the others connect.
 
-    Keys are those of `protocol.curve`. `server` is the public key of rank 0, and `members` are those of all others.
+    Keys are those of `protocol.sockets`. `server` is the public key of rank 0, and `members` are those of all others.
     """
 
     rank: int

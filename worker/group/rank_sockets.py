@@ -7,7 +7,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from protocol import group, sockets
-from protocol.curve import AllowedKeys, KeyPair
+from protocol.sockets import AllowedKeys, KeyPair
 from protocol.spec import RankSpec
 from worker.errors import PartnerLost
 

@@ -56,8 +56,7 @@ from worker.prompt.text_limits import (
 )
 from worker.prompt.token_limits import check_limits, check_sampling
 from worker.prompt.truncation import CONTEXTS, fit_tokens, fit_turns, is_cut
-from worker.prompt.turn_end import warn_of_open_end
-from worker.prompt.turn_starts import TurnStarts
+from worker.prompt.turn_tokens import TurnStarts, warn_of_open_end
 from worker.prompt.word_ids import WordIds
 from worker.sampling.prompt_scores import scored_top
 from worker.speculation.draft_state import UNLIMITED_DRAFT_TOKENS, Drafting

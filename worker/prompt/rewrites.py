@@ -87,6 +87,17 @@ def words_in_reasoning(messages: Messages) -> Messages:
     ]
 
 
+def words_as_reasoning(messages: Messages) -> Messages:
+    """Move content into the reasoning, also where there is none yet, for templates that render only reasoning beside
+    calls."""
+    return [
+        {**message, "content": "", "reasoning_content": message["content"]}
+        if message.get("tool_calls") and _is_text(message.get("content"))
+        else message
+        for message in words_in_reasoning(messages)
+    ]
+
+
 def words_apart(messages: Messages) -> Messages:
     """Move content into a message before its calls, for templates that drop content beside calls."""
     split: Messages = []
@@ -183,6 +194,8 @@ CALL_SHAPES: Final[tuple[Callable[[Messages], Messages], ...]] = (
     one_call_each,
     words_in_reasoning,
     lambda messages: one_call_each(words_in_reasoning(messages)),
+    words_as_reasoning,
+    lambda messages: one_call_each(words_as_reasoning(messages)),
     words_apart,
     lambda messages: one_call_each(words_apart(messages)),
 )

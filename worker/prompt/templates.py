@@ -1,23 +1,37 @@
 """Rendering of chat messages to prompt text with the model's own template."""
 
 import inspect
+import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path
+from functools import cache
 from typing import Any, Final, cast
 
-from jinja2.exceptions import TemplateError, TemplateSyntaxError
+from jinja2.exceptions import TemplateError
 from msgspec import structs
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from protocol.chat_templates import ChatTemplates
 from protocol.failures import Code
 from protocol.prompts import ChatPrompt
-from worker.errors import LoadFailed, RequestInvalid
+from worker.errors import RequestInvalid
 from worker.prompt.contents import media, words
+from worker.prompt.probe_chats import (
+    CALL,
+    CALLED_WORDS,
+    CALLING,
+    LISTED_TOOL,
+    NAMED_TOOL,
+    PROBED_TURNS,
+    QUESTION,
+    RESULT,
+    SHOWN_RESULT,
+    TOOL,
+    WORD,
+)
 from worker.prompt.rewrites import (
     ADAPTATIONS,
     CALL_SHAPES,
@@ -32,34 +46,19 @@ from worker.prompt.rewrites import (
 )
 from worker.prompt.simple_tools import simple_tools
 from worker.prompt.time_limit import RENDERING
+from worker.prompt.turn_repairs import (
+    DROPPED_TURNS,
+    OPENED_TURNS,
+    REFUSED_TURNS,
+    Repair,
+    last_calls_answered,
+)
+from worker.prompt.words_before_calls import marked, opening_of, with_words
 from worker.vision.markers import MediaMarkers
 
 # Errors that template code raises for unexpected messages.
-_REFUSALS: Final = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+REFUSALS: Final = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 _NEAREST: Final = {"low": ("medium", "high", ""), "medium": ("high", "low", ""), "high": ("medium", "low", "")}
-
-
-def _probe_tool(properties: dict[str, Any]) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": properties}
-    return {"type": "function", "function": {"name": "probe", "description": "", "parameters": parameters}}
-
-
-_PROBE_TOOL: Final = _probe_tool({})
-_LISTED_TOOL: Final = _probe_tool({"listed": {"type": "string", "description": ""}})
-_PROBE_CALL: Final[dict[str, Any]] = {
-    "id": "call00000",
-    "type": "function",
-    "function": {"name": "probe", "arguments": {"quoted": "word"}},
-}
-
-_QUESTION: Final[dict[str, Any]] = {"role": "user", "content": "x"}
-_CALLING: Final[dict[str, Any]] = {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}
-_RESULT: Final[dict[str, Any]] = {"role": "tool", "tool_call_id": "call00000", "name": "probe", "content": "y"}
-_SHOWN_RESULT: Final[Messages] = [
-    _QUESTION,
-    _CALLING,
-    {**_RESULT, "content": [{"type": "text", "text": "word1"}, {"type": "image", "media": 0}]},
-]
 
 
 class Renderer:
@@ -85,14 +84,21 @@ class Renderer:
         # Value of `tools` without tools. Most templates test it, but a few iterate over it unconditionally and need an
         # empty list.
         self._no_tools: list[Any] | None = None
+        # Markup that opens a call, if text beside calls must be put before it.
+        self._opening = ""
         # Rewrite of message contents. A few templates render contents only as lists, because their models take images.
         self._shape_contents: Callable[[Messages], Messages] = unchanged
         self._shape_contents = self._choose_contents()
-        self._no_tools = [] if not self._is_code and not self._try([_QUESTION]) else None
+        self._no_tools = [] if not self._is_code and not self._try([QUESTION]) else None
         self.knows_tools = self.knows_tools and self._renders_tools()
         self._write_calls = self._choose_calls()
         self._shape_calls = self._choose_shape()
+        self._open_calls: Repair = unchanged
+        opens = (repair for repair, chat in OPENED_TURNS if self._drops(chat, repair))
+        self._open_calls = next(opens, unchanged)
+        self._dropped_repairs = [repair for repair, chat in DROPPED_TURNS if self._drops(chat, repair)]
         self._adaptations = tuple(adapt for adapt in ADAPTATIONS if not self._loses_system(adapt)) or ADAPTATIONS
+        self._turn_repairs = self._choose_turn_repairs()
         # Kinds of media that the template renders in a user's message.
         self.shown = frozenset(kind for kind in (markers.by_kind if markers else ()) if self._shows("user", kind))
         # Roles whose media the template does not render.
@@ -122,7 +128,7 @@ class Renderer:
             )
         try:
             return RENDERING.run(lambda: self._render_with_effort(prompt, opens_answer and not prompt.continue_final))
-        except _REFUSALS as error:
+        except REFUSALS as error:
             # Clients see why the template itself refused the messages, but not the errors of code that it runs.
             reason = f": {error}" if isinstance(error, TemplateError) else ""
             message = f"the model's chat template refused the messages{reason}"
@@ -132,11 +138,11 @@ class Renderer:
         """Render with the requested effort, or the nearest accepted one: many clients always send an effort."""
         try:
             return self._render_somehow(prompt, opens_answer)
-        except _REFUSALS:
+        except REFUSALS:
             for effort in _NEAREST.get(prompt.effort, ()):
                 nearest = structs.replace(prompt, effort=effort)
                 if self._distinguishes(prompt, nearest):
-                    with suppress(*_REFUSALS):
+                    with suppress(*REFUSALS):
                         return self._render_somehow(nearest, opens_answer)
             raise
 
@@ -153,24 +159,46 @@ class Renderer:
         messages = prompt.messages
         if prompt.media:
             messages = media_to_users(messages, self._hiding, self._bridge)
-        if not self.knows_tools:
-            messages = tools_in_text(messages, prompt.tools) if _mentions_tools(prompt) else messages
-        else:
-            messages = self._write_calls(self._shape_calls(messages))
+        if not self.knows_tools and _mentions_tools(prompt):
+            messages = tools_in_text(messages, prompt.tools)
+        for repair in self._dropped_repairs:
+            # Without a generation prompt, the last calls are complete in any template.
+            messages = repair(messages) if opens_answer or repair is not last_calls_answered else messages
         first: Exception | None = None
-        # Duplicate rewrites are skipped, because rendering a long conversation is slow.
-        shapes: list[Messages] = []
-        shapes += (shape for adapt in self._adaptations if (shape := adapt(messages)) not in shapes)
         plain = simple_tools(prompt.tools)
-        for tools in (prompt.tools, plain) if plain != prompt.tools else (prompt.tools,):
-            for shape in shapes:
+        choices = (prompt.tools, plain) if plain != prompt.tools else (prompt.tools,)
+        for shapes in self._shapes(messages, bool(prompt.tools)):
+            for tools, shape in itertools.product(choices, shapes):
+                # An empty turn that is to be continued may be left out of the shape.
+                is_left_out = prompt.continue_final and shape[-1]["role"] != prompt.messages[-1]["role"]
+                shown = structs.replace(prompt, tools=tools, continue_final=prompt.continue_final and not is_left_out)
                 try:
-                    text = self._render(shape, structs.replace(prompt, tools=tools), opens_answer)
+                    text = self._render(shape, shown, opens_answer or is_left_out)
                     return text, self._order(prompt.messages, shape, text)
-                except _REFUSALS as error:
+                except REFUSALS as error:
                     first = first or error
         assert first is not None, "there is always a shape to try"
         raise first
+
+    def _shapes(self, messages: Messages, has_tools: bool) -> Iterator[list[Messages]]:
+        """Yield the shapes to try with each repair of turns, the least change first.
+
+        Duplicates are skipped, because rendering a long conversation is slow.
+        """
+        tried: list[Messages] = []
+        for repair in self._turn_repairs:
+            turns = self._with_calls(repair(messages), has_tools)
+            shapes: list[Messages] = []
+            shapes += (shape for adapt in self._adaptations if (shape := adapt(turns)) not in [*tried, *shapes])
+            tried += shapes
+            yield shapes
+
+    def _with_calls(self, messages: Messages, has_tools: bool = True) -> Messages:
+        """Return the messages with their calls in the form that the template renders."""
+        if not self.knows_tools:
+            return messages
+        messages = self._shape_calls(messages)
+        return self._write_calls(self._open_calls(messages) if has_tools else messages)
 
     def _order(self, given: Messages, shape: Messages, text: str) -> list[int]:
         """Return the indices of the media in the order of their markers in the text."""
@@ -184,15 +212,15 @@ class Renderer:
     def probe(self) -> tuple[str, str]:
         """Render a chat of one message with and without the generation prompt; ("", "") if the template refuses it."""
         try:
-            opened = self.render(ChatPrompt([_QUESTION]))
-            closed = self.render(ChatPrompt([_QUESTION]), opens_answer=False)
+            opened = self.render(ChatPrompt([QUESTION]))
+            closed = self.render(ChatPrompt([QUESTION]), opens_answer=False)
         except RequestInvalid:
             return "", ""
         return (opened, closed) if opened.startswith(closed) else ("", "")
 
     def _try(self, messages: Messages, tools: Sequence[dict[str, Any]] = ()) -> str | None:
         """Render exactly these messages with a generation prompt; None if the template refuses them."""
-        with suppress(*_REFUSALS):
+        with suppress(*REFUSALS):
             return self._render(messages, ChatPrompt(messages, list(tools)), opens_answer=True)
         return None
 
@@ -204,6 +232,7 @@ class Renderer:
             variables = {**_functions(prompt), **variables}
         if self._is_code:
             return self._render_in_code(messages, tools, opens_answer, prompt.continue_final, variables)
+        messages, texts = marked(messages) if self._opening else (messages, [])
         messages = self._shape_contents(messages)
         template = self._templates.with_tools if is_for_tools else self._templates.plain
         if not template:
@@ -219,7 +248,7 @@ class Renderer:
             continue_final_message=prompt.continue_final,
             **{**self._special_tokens, **variables},
         )
-        return str(rendered[0])
+        return with_words(str(rendered[0]), self._opening, texts)
 
     def _render_in_code(
         self, messages: Messages, tools: Any, opens_answer: bool, continues: bool, variables: dict[str, Any]
@@ -242,7 +271,7 @@ class Renderer:
         """Choose lists of parts for message contents if the template drops or refuses strings."""
         messages: Messages = [{"role": "user", "content": "word1"}]
         for shape in () if self._is_code else (unchanged, as_parts):
-            if any("word1" in (self._try(shape(messages), tools) or "") for tools in ([], [_PROBE_TOOL])):
+            if any("word1" in (self._try(shape(messages), tools) or "") for tools in ([], [TOOL])):
                 return shape
         return unchanged
 
@@ -253,17 +282,17 @@ class Renderer:
         shown = {"role": role, "content": [{"type": "text", "text": "word1"}, {"type": kind, "media": 0}]}
         turns: dict[str, Messages] = {
             "user": [shown],
-            "tool": self._write_calls(_SHOWN_RESULT),
-            "assistant": [_QUESTION, shown, _QUESTION],
-            "system": [shown, _QUESTION],
+            "tool": self._write_calls(SHOWN_RESULT),
+            "assistant": [QUESTION, shown, QUESTION],
+            "system": [shown, QUESTION],
         }
-        return self._markers.kinds(self._try(turns[role], [_PROBE_TOOL] if role == "tool" else []) or "") == [kind]
+        return self._markers.kinds(self._try(turns[role], [TOOL] if role == "tool" else []) or "") == [kind]
 
     def _takes_moved(self) -> bool:
         """Return whether media of a result can move to a user message directly after it."""
         if self._markers is None:
             return True
-        text = self._try(self._write_calls(media_to_users(_SHOWN_RESULT, self._hiding)), [_PROBE_TOOL]) or ""
+        text = self._try(self._write_calls(media_to_users(SHOWN_RESULT, self._hiding)), [TOOL]) or ""
         return self._markers.kinds(text) == ["image"]
 
     def _choose_calls(self) -> Callable[[Messages], Messages]:
@@ -274,7 +303,7 @@ class Renderer:
         return next((way for way in ways if self._is_written_well(way)), ways[0])
 
     def _is_written_well(self, way: Callable[[Messages], Messages]) -> bool:
-        text = self._try(way([_QUESTION, _CALLING, _RESULT]), [_PROBE_TOOL]) or ""
+        text = self._try(way([QUESTION, CALLING, RESULT]), [TOOL]) or ""
         is_lost = "quoted" not in text or "word" not in text
         is_python, is_quoted_twice = "'quoted'" in text, '\\"quoted' in text
         return not (is_lost or is_python or is_quoted_twice)
@@ -283,29 +312,70 @@ class Renderer:
         """Choose a rewrite of turns with several calls that the template neither refuses nor drops in part."""
         if self._is_code or not self.knows_tools:
             return CALL_SHAPES[0]
-        for wanted in (("word1", "word2", "said"), ("word1", "word2")):
+        ways = (("", CALLED_WORDS), (self._find_opening(), CALLED_WORDS), ("", CALLED_WORDS[:2]))
+        for opening, wanted in dict.fromkeys(ways):
+            self._opening = opening
             for shape in CALL_SHAPES:
                 if self._holds(shape, wanted):
                     return shape
         return CALL_SHAPES[0]
 
+    def _find_opening(self) -> str:
+        """Return the markup before a call's name; "" if the template refuses a turn with a call or with text."""
+        calling, saying = (
+            self._try([QUESTION, turn], [TOOL]) or ""
+            for turn in (self._write_calls([CALLING])[0], {"role": "assistant", "content": "words1"})
+        )
+        return opening_of(calling, saying, "probe")
+
     def _holds(self, shape: Callable[[Messages], Messages], wanted: tuple[str, ...]) -> bool:
         """Return whether the template renders the `wanted` words of two calls and of the text beside them, at the end
-        of a chat and before a later answer."""
+        of a chat and before a later answer, with and without reasoning."""
+        return all(self._holds_beside(shape, wanted, fields) for fields in ({"reasoning_content": "thought"}, {}))
+
+    def _holds_beside(
+        self, shape: Callable[[Messages], Messages], wanted: tuple[str, ...], fields: dict[str, str]
+    ) -> bool:
         calls = [
-            {**_PROBE_CALL, "id": f"call0000{n}", "function": {"name": "probe", "arguments": {"n": f"word{n}"}}}
+            {**CALL, "id": f"call0000{n}", "function": {"name": "probe", "arguments": {"n": f"word{n}"}}}
             for n in (1, 2)
         ]
         messages: Messages = [
-            _QUESTION,
-            {"role": "assistant", "content": "said", "reasoning_content": "thought", "tool_calls": calls},
-            *({**_RESULT, "tool_call_id": call["id"]} for call in calls),
+            QUESTION,
+            {"role": "assistant", "content": "said", "tool_calls": calls, **fields},
+            *({**RESULT, "tool_call_id": call["id"]} for call in calls),
         ]
-        answered: Messages = [*messages, {"role": "assistant", "content": "z"}, _QUESTION]
-        text = self._try(self._write_calls(shape(messages)), [_PROBE_TOOL]) or ""
+        answered: Messages = [*messages, {"role": "assistant", "content": "z"}, QUESTION]
+        text = self._try(self._write_calls(shape(messages)), [TOOL]) or ""
         # Earlier turns may lose their reasoning and the text beside it, but the template must not refuse them.
-        is_taken = self._try(self._write_calls(shape(answered)), [_PROBE_TOOL]) is not None
+        is_taken = self._try(self._write_calls(shape(answered)), [TOOL]) is not None
         return is_taken and all(word in text for word in wanted)
+
+    def _drops(self, chat: Messages, repair: Repair) -> bool:
+        """Return whether the template silently drops a word of the chat, but none with the repair."""
+        if self._is_code or not self.knows_tools:
+            return False
+        return self._keeps(chat, (unchanged,)) is False and self._keeps(repair(chat), (unchanged,)) is True
+
+    def _choose_turn_repairs(self) -> tuple[Repair, ...]:
+        """Choose repairs with which the template drops no turn in silence; the first does not change the messages."""
+        if self._is_code or not self.knows_tools:
+            return REFUSED_TURNS
+
+        @cache  # Most repairs leave most of the chats as they are.
+        def drops(chat: str) -> bool:
+            return self._keeps(json.loads(chat), self._adaptations) is False
+
+        kept = [repair for repair in REFUSED_TURNS if not any(drops(json.dumps(repair(chat))) for chat in PROBED_TURNS)]
+        return tuple(kept) or REFUSED_TURNS
+
+    def _keeps(self, chat: Messages, adaptations: Sequence[Callable[[Messages], Messages]]) -> bool | None:
+        """Return whether the template renders the tool and all words of a chat, with the first adaptation that it
+        takes; None if it takes none."""
+        turns = self._with_calls(chat)
+        texts = (self._try(adapt(turns), [NAMED_TOOL]) for adapt in adaptations)
+        text = next((text for text in texts if text is not None), None)
+        return None if text is None else all(word in text for word in WORD.findall(repr([turns, NAMED_TOOL])))
 
     def _mentions(self, name: str) -> bool:
         return any(re.search(rf"\b{name}\b", template) for template in self._templates.texts)
@@ -316,8 +386,8 @@ class Renderer:
         """
         if self._is_code:
             return True
-        messages: Messages = [{"role": "system", "content": "w"}, _QUESTION]
-        for tools in ([_LISTED_TOOL], simple_tools([_LISTED_TOOL])):
+        messages: Messages = [{"role": "system", "content": "w"}, QUESTION]
+        for tools in ([LISTED_TOOL], simple_tools([LISTED_TOOL])):
             for adapt in ADAPTATIONS:
                 if (text := self._try(adapt(messages), tools)) is not None:
                     return "probe" in text or "listed" in text
@@ -328,49 +398,15 @@ class Renderer:
         before calls."""
         system = {"role": "system", "content": "words1"}
         later = [{"role": "system", "content": "words2"}, {"role": "user", "content": "y"}]
-        turns: list[Messages] = [[_QUESTION, *later], [system, _QUESTION, *later]]
+        turns: list[Messages] = [[QUESTION, *later], [system, QUESTION, *later]]
         if self.knows_tools:
-            turns.append([system, _QUESTION, *self._write_calls([_CALLING, _RESULT])])
+            turns.append([system, QUESTION, *self._write_calls([CALLING, RESULT])])
         return not self._is_code and any(self._loses_word(adapt(messages)) for messages in turns)
 
     def _loses_word(self, messages: Messages) -> bool:
         wanted = {words(message["content"]) for message in messages if "words" in words(message["content"])}
-        text = self._try(messages, [_PROBE_TOOL] if messages[-1]["role"] == "tool" else [])
+        text = self._try(messages, [TOOL] if messages[-1]["role"] == "tool" else [])
         return text is not None and any(word not in text for word in wanted)
-
-
-def check_template(template: str) -> None:
-    """Check that a configured template compiles. Raises `LoadFailed`."""
-    try:
-        render_jinja_template(conversations=[[]], chat_template=template)
-    except TemplateSyntaxError as error:
-        message = f"the configured chat_template does not compile: {error.message} (its line {error.lineno})"
-        raise LoadFailed(Code.BAD_CONFIG, message) from error
-    except _REFUSALS:
-        pass  # the template compiles; it only refuses a chat without messages
-
-
-def adopt_template(tokenizer: Any, path: Path) -> None:
-    """Set a tokenizer's template to the one in a separate file for the model's processor.
-
-    This happens if the tokenizer has no template, or if only the processor's template renders images.
-    """
-    separate = _separate_template(path)
-    own = "".join(ChatTemplates.of(tokenizer.chat_template).texts)
-    if separate and (not tokenizer.has_chat_template or (own and "image" not in own and "image" in separate)):
-        tokenizer.chat_template, tokenizer.has_chat_template = separate, True
-
-
-def _separate_template(path: Path) -> str:
-    with suppress(OSError, ValueError):
-        match json.loads((path / "chat_template.json").read_bytes()):
-            case {"chat_template": str(template)}:
-                return template
-            case _:
-                pass
-    with suppress(OSError, ValueError):
-        return (path / "chat_template.jinja").read_text(encoding="utf-8")
-    return ""
 
 
 def _media(messages: Messages) -> list[dict[str, Any]]:

@@ -2,12 +2,18 @@
 afterwards.
 """
 
+import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from jinja2.exceptions import TemplateSyntaxError
 from msgspec import structs
+from transformers.utils.chat_template_utils import render_jinja_template
 
+from protocol.chat_templates import ChatTemplates
 from protocol.failures import Code
 from protocol.spec import WorkerSpec
 from worker.engine.load_checks.gap_check import gap_problem
@@ -19,7 +25,7 @@ from worker.model.batch_mode import DETERMINISTIC, BatchMode, BatchModePlan
 from worker.model.division import Division
 from worker.model.loader import LoadedModel, load, read_config, resolve
 from worker.model.lora.adapters import attach
-from worker.prompt.templates import adopt_template, check_template
+from worker.prompt.templates import REFUSALS
 from worker.sparse.importance import ImportanceReader
 from worker.speculation.drafters.proposers import attach_draft, attach_head
 from worker.speculation.drafters.stored_head import NoHead
@@ -108,3 +114,37 @@ def _load_draft(spec: WorkerSpec) -> LoadedModel:
     """Load a draft model, with its batch mode."""
     draft = load(structs.replace(spec, path=spec.draft, chat_template=""), lambda _stage, _done, _total: None)
     return replace(draft, plan=choose(draft.model, sample(draft.tokenizer, draft.vocab_size), "auto"))
+
+
+def check_template(template: str) -> None:
+    """Check that a configured template compiles. Raises `LoadFailed`."""
+    try:
+        render_jinja_template(conversations=[[]], chat_template=template)
+    except TemplateSyntaxError as error:
+        message = f"the configured chat_template does not compile: {error.message} (its line {error.lineno})"
+        raise LoadFailed(Code.BAD_CONFIG, message) from error
+    except REFUSALS:
+        pass  # the template compiles; it only refuses a chat without messages
+
+
+def adopt_template(tokenizer: Any, path: Path) -> None:
+    """Set a tokenizer's template to the one in a separate file for the model's processor.
+
+    This happens if the tokenizer has no template, or if only the processor's template renders images.
+    """
+    separate = _separate_template(path)
+    own = "".join(ChatTemplates.of(tokenizer.chat_template).texts)
+    if separate and (not tokenizer.has_chat_template or (own and "image" not in own and "image" in separate)):
+        tokenizer.chat_template, tokenizer.has_chat_template = separate, True
+
+
+def _separate_template(path: Path) -> str:
+    with suppress(OSError, ValueError):
+        match json.loads((path / "chat_template.json").read_bytes()):
+            case {"chat_template": str(template)}:
+                return template
+            case _:
+                pass
+    with suppress(OSError, ValueError):
+        return (path / "chat_template.jinja").read_text(encoding="utf-8")
+    return ""

@@ -10,9 +10,9 @@ from typing import Final
 from msgspec.structs import replace
 
 from gateway.workers.supervisor.ports import WorkerPort
-from protocol.curve import make_pair
 from protocol.failures import FINAL_EXITS, ExitStatus, Failure
 from protocol.sharding import parts_of
+from protocol.sockets import make_pair
 from protocol.spec import LOCAL, GroupSpec, HostSpec, RankSpec, WorkerSpec
 
 _THIS_HOST: Final = HostSpec("", ("127.0.0.1",))

@@ -12,9 +12,9 @@ import zmq
 from msgspec.structs import replace
 
 from protocol import group, sockets
-from protocol.curve import KeyPair
 from protocol.failures import Failure
 from protocol.group import JoinGroup, RankHeartbeat, Versions
+from protocol.sockets import KeyPair
 from protocol.spec import RankSpec
 from tests.support.ranks import group_spec, ranks_with
 from tests.support.scale import patient

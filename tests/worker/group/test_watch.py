@@ -9,8 +9,8 @@ import pytest
 import zmq
 
 from protocol import group, sockets
-from protocol.curve import KeyPair
 from protocol.group import RankHeartbeat
+from protocol.sockets import KeyPair
 from protocol.spec import RankSpec
 from tests.support.ranks import group_spec, ranks_with
 from tests.support.scale import patient

@@ -17,6 +17,7 @@ from gateway.api.openai.request import decode_chat
 from gateway.config.settings import ModelConfig
 from protocol.prompts import ChatPrompt, Media
 from tests.worker.prompt.test_templates import Tokenizer
+from tests.worker.prompt.test_turn_repairs import conversation
 from worker.prompt.templates import Renderer
 from worker.vision.markers import MediaMarkers
 
@@ -80,6 +81,12 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
 }  # fmt: skip
 
 
+# Turns as clients with interrupted calls, trimmed histories and reminders send them; see `conversation`.
+TURNS = (
+    *("UCrU", "UTrUTrU", "UCU", "UPrU", "UPlr", "UPrUl", "UPU", "UCAr", "UT", "UC", "UTr", "UTrAU", "UDrAU", "UACrAU"),
+    *("AU", "AUTrU", "UEU", "UNU", "UE", "UUAAU", "A", "C", "TrA", "CrAU", "o", "Uo", "oAU", "UoU", "UCro", "UPolr"),
+)
+
 # What must be in a prompt, wherever the template puts it.
 WORD = re.compile(r"[A-Z]+-[A-Z0-9]+")
 
@@ -105,6 +112,18 @@ def test_a_template_takes_every_conversation_and_keeps_its_words(path: Path) -> 
         wanted = WORD.findall(msgspec.json.encode(messages).decode())
         wanted += ["get_weather", "Tells the weather.", "now", "Tells the time."] if tools else []
         assert [word for word in wanted if word not in text] == [], name
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_a_template_takes_turns_in_every_order_and_keeps_their_words(path: Path) -> None:
+    tokenizer = Tokenizer(path.read_text(encoding="utf-8"))
+    tokenizer.special_tokens_map = {"bos_token": "<s>", "eos_token": "</s>"}
+    renderer = Renderer(tokenizer)
+    for letters, head, tools in itertools.product(TURNS, ("", "S"), (TOOLS, [])):
+        messages = conversation(head + letters)
+        text = renderer.render(prompt_of(messages, tools))
+        wanted = WORD.findall(msgspec.json.encode(messages).decode()) + (["Tells the time."] if tools else [])
+        assert [word for word in wanted if word not in text] == [], (head + letters, len(tools))
 
 
 # How the templates of models that take images mark one.

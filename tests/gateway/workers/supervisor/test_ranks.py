@@ -10,8 +10,8 @@ import pytest
 import zmq
 
 from gateway.workers.supervisor.ranks import RankGroup, ranks_of
-from protocol.curve import encoded
 from protocol.failures import ExitStatus, Failure
+from protocol.sockets import encoded
 from protocol.spec import LOCAL, GroupSpec, HostSpec, WorkerSpec
 from tests.support.scale import patient
 

@@ -11,7 +11,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from protocol import sockets
-from protocol.curve import AllowedKeys, KeyPair, encoded, make_pair
+from protocol.sockets import AllowedKeys, KeyPair, encoded, make_pair
 from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio

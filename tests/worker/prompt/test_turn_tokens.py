@@ -7,7 +7,7 @@ from mlx_lm.utils import load_tokenizer
 
 from worker.model.loader import DEMO_DIR
 from worker.prompt.templates import Renderer
-from worker.prompt.turn_end import warn_of_open_end
+from worker.prompt.turn_tokens import warn_of_open_end
 
 END = 2
 

@@ -1,13 +1,14 @@
-"""Check whether the token with which a chat template ends an answer also ends the output."""
+"""Control tokens of chats: those that begin messages, and the one with which a chat template ends an answer."""
 
 import logging
-from collections.abc import Container
+from collections.abc import Collection, Container, Sequence
 from typing import Any, Final
 
 from protocol.prompts import ChatPrompt
 from worker.errors import RequestInvalid
 from worker.output.parsers.channels import Channels
 from worker.output.parsers.families import FAMILIES
+from worker.prompt.encode import PromptEncoder
 from worker.prompt.templates import Renderer
 
 log = logging.getLogger("mlxd.worker")
@@ -18,6 +19,22 @@ _CHAT: Final[list[dict[str, Any]]] = [
     {"role": "assistant", "content": _WORD},
     {"role": "user", "content": "y"},
 ]
+
+
+class TurnStarts:
+    """Finder of the control tokens that begin messages."""
+
+    def __init__(
+        self, encoder: PromptEncoder, generation_prompt: str, hidden: frozenset[int], suppressed: Collection[int]
+    ) -> None:
+        """`generation_prompt` is the text that a template adds before an answer. Its first control token begins each
+        message; if it has none, all `hidden` tokens do. Tokens in `suppressed` stand for media."""
+        first = encoder.encode(generation_prompt, add_special_tokens=False)[:1]
+        self._tokens = (frozenset(first) & hidden or hidden) - set(suppressed)
+
+    def positions(self, ids: Sequence[int]) -> list[int]:
+        """Return the positions of messages after the first token."""
+        return [at for at, token in enumerate(ids) if token in self._tokens and at > 0]
 
 
 def warn_of_open_end(renderer: Renderer, family: str, tokenizer: Any, eos_ids: Container[int]) -> None:
