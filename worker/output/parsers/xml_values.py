@@ -203,7 +203,7 @@ class ValueReader:
             head = head.rstrip()
             head_end = next((marker for marker in form.head_end if head.endswith(marker)), "")
             name = _HEAD_TAG.sub("", head) if form.value else head.removesuffix(head_end)
-            if (form.call and not head_end) or not _QUOTED_HEAD.fullmatch(name):
+            if not (form.value or head_end) or not _QUOTED_HEAD.fullmatch(name):
                 return _Meaning.TEXT, end
             if (yield from form.opening(r, Parameters({}))):
                 return _Meaning.OPENS, end
