@@ -91,6 +91,7 @@ def test_a_file_that_never_named_a_removed_model_is_not_said_to(
     (repository / "refs" / "main").write_text("a" * 40)
     (snapshot / "config.json").write_text('{"model_type": "llama"}')
     (snapshot / "model.safetensors").write_bytes(b"x")
+    (snapshot / "tokenizer.json").write_text("{}")
     (tmp_path / "mlxd.toml").write_text(table)
     assert "org/one" in json.loads(ctl(tmp_path, "config", "check", "--json").stdout)["models"]
 

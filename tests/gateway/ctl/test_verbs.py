@@ -100,6 +100,7 @@ def test_what_is_in_the_cache_is_completed_where_it_can_be_removed(tmp_path: Pat
     (tmp_path / "hub" / "models--org--tiny" / "refs" / "main").write_text("abc")
     (snapshot / "config.json").write_text('{"model_type": "llama"}')
     (snapshot / "model.safetensors").write_text("")
+    (snapshot / "tokenizer.json").write_text("{}")
     (tmp_path / "mlxd.toml").write_text("[models.small]\n")
 
     assert complete(tmp_path, "rm", "org") == ["org/tiny"]

@@ -32,6 +32,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (root / "refs" / "main").write_text("abc")
         config = PLAIN | {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 1000}
         folder(snapshot, {"w": ("U32", size)}, config)
+        (snapshot / "tokenizer.json").write_text("{}")
     return cache
 
 
