@@ -23,6 +23,7 @@ from worker.output.parsers.schema import Parameters
 NAME_KEYS: Final = frozenset({"name", "tool_name", "function_name", "function"})
 ARGUMENT_KEYS: Final = frozenset({"arguments", "parameters", "args", "params"})
 _IDS: Final = frozenset({"id", "tool_call_id", "call_id"})
+_EMPTY: Final = frozenset({"{}", "null", '""', '"{}"'})
 _KNOWN: Final = NAME_KEYS | ARGUMENT_KEYS | _IDS | {"type"}
 
 
@@ -144,10 +145,15 @@ class JsonCalls:
             call.arguments = yield from collected(lambda emit: json_arguments(ctx, params, emit))
             return
         text = yield from collected(lambda emit: value(ctx.r, emit))
-        if key in NAME_KEYS and text.startswith('"') and not call.name:
-            call.name = ctx.tools.declared(json.loads(text).strip())
+        if key in NAME_KEYS and text.startswith('"'):
+            name = ctx.tools.declared(json.loads(text).strip())
+            if call.name not in ("", name):
+                raise Malformed
+            call.name = name
         elif key in _IDS and text not in ('""', "null") and text[0] not in "[{":
             call.call_id = json.loads(text) if text.startswith('"') else text
+        if key in ARGUMENT_KEYS and text not in _EMPTY:
+            raise Malformed  # these are second arguments, of which a client would get only the first
         if key in NAME_KEYS or key in ARGUMENT_KEYS:
             return
         call.others[key] = text

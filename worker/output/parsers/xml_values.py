@@ -70,6 +70,8 @@ class ValueReader:
     # Number of calls that the value quotes and that are still open.
     depth: int = 0
     has_quoted_end: bool = False
+    # Whether a parameter that the call does not have yet was read as part of a quoted call.
+    has_quoted_parameter: bool = False
 
     def start(self) -> Steps[None]:
         """Read the markup between the start of the parameter and its text."""
@@ -84,8 +86,8 @@ class ValueReader:
             meaning, size = (yield from r.ahead(self._meaning(hit), LOOKAHEAD_LIMIT)) or (_Meaning.TEXT, len(hit))
             match meaning:
                 case _Meaning.END | _Meaning.END_IS_MISSING:
-                    if self.depth and self.has_quoted_end:
-                        break  # it is not known which of the ends the value has quoted
+                    if self.depth and (self.has_quoted_end or self.has_quoted_parameter):
+                        break  # it is not known what the value has quoted
                     self.call.is_repaired |= meaning is _Meaning.END_IS_MISSING
                     r.take(size)
                     return
@@ -152,7 +154,11 @@ class ValueReader:
             return _Meaning.END, end
         opening = yield from form.opening(r, self.call.params, is_foreign=not self.opening.is_own)
         if opening:
-            if self.depth or not (opening.is_whole or opening.key in self.call.params.names):
+            is_declared = opening.key in self.call.params.names
+            if self.depth:
+                self.has_quoted_parameter |= opening.is_whole and is_declared and opening.key not in self.call.given
+                return _Meaning.TEXT, end
+            if not (opening.is_whole or is_declared):
                 return _Meaning.TEXT, end
             return (_Meaning.REPEATS if opening.key in self.call.given else _Meaning.END), end
         if not (call_end := (yield from self._call_end(is_loose))):
@@ -182,6 +188,10 @@ class ValueReader:
         r, form, start = self.call.ctx.r, self.form, self.call.ctx.r.position
         wrap_end = form.wrap_end if self.call.is_wrapped and not is_closed else ()
         words = markers(*self.opening.ends, form.call_end, *form.openers, *wrap_end)
+        # An end that is only written twice ends no other value.
+        yield from r.space()
+        while (yield from r.literal(markers(*form.ends))):
+            yield from r.space()
         while (left := _TEXT_LIMIT - (r.position - start)) > 0:
             hit = yield from r.until(words, drop, left, keep=True)
             if not hit or hit in wrap_end:

@@ -156,3 +156,43 @@ def test_flat_arguments_of_a_json_call_are_read_or_the_call_is_malformed(
 ) -> None:
     calls, _, _, malformed = read("hermes", f'<tool_call>\n{{"name": "write", {fields}}}\n</tool_call>')
     assert calls == [("write", arguments)] if arguments else malformed == 1
+
+
+@each_family
+@pytest.mark.parametrize("gap", ["", "\n"])
+def test_an_end_of_the_call_that_is_written_twice_is_no_text_of_its_last_value(family: str, gap: str) -> None:
+    form = TAGGED[family].form
+    raw = rendered(family, [CALL])
+    calls, _, _, malformed = read(family, raw + gap + form.call_end)
+    assert (calls, malformed) == ([CALL], 0)
+    calls, _, _, malformed = read(family, raw.replace(form.call_end, form.call_end + gap + form.call_end))
+    assert (calls, malformed) == ([CALL], 0)
+
+
+@each_family
+def test_a_parameter_behind_a_quoted_call_without_an_end_is_not_lost_without_a_report(family: str) -> None:
+    quoted = rendered(family, [("now", {"limit": "1"})])
+    form = TAGGED[family].form
+    unfinished = quoted[: quoted.rindex(form.param_end)]
+    raw = rendered(family, [("write", {"body": unfinished, "path": "a"})])
+    calls, _, _, malformed = read(family, raw)
+    assert malformed or calls == [("write", {"body": unfinished, "path": "a"})]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "write", "arguments": {}, "parameters": {"path": "a"}}',
+        '{"name": "write", "arguments": {"path": "a"}, "arguments": {"body": "b"}}',
+        '{"arguments": {"path": "a"}, "args": {"body": "b"}, "name": "write"}',
+        '{"name": "write", "name": "now", "arguments": {"path": "a"}}',
+    ],
+)
+def test_second_arguments_and_another_name_make_a_json_call_malformed(text: str) -> None:
+    assert read("hermes", f"<tool_call>{text}</tool_call>")[-1] == 1
+
+
+def test_a_name_that_is_written_twice_is_one_name() -> None:
+    text = '{"type": "function", "function": "write", "name": "write", "arguments": {"path": "a"}}'
+    calls, _, _, malformed = read("hermes", f"<tool_call>{text}</tool_call>")
+    assert (calls, malformed) == ([("write", {"path": "a"})], 0)
