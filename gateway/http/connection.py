@@ -179,7 +179,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._probe(0)
         return True
 
-    def close_idle(self) -> None:
+    def abort(self) -> None:
         self.transport.abort()
 
     def check_stalled(self) -> None:
@@ -190,7 +190,7 @@ class GuardedProtocol(HttpToolsProtocol):
             # A slow reader must not keep new clients out, so its connection counts as idle from now on.
             self._registry.mark_idle(self)
         if is_stalled:
-            self._drop("write_timeout")
+            self._registry.drop(self, "write_timeout")
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -230,7 +230,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._drops_input:
             self._dropped_bytes += len(data)
             if self._dropped_bytes > DROPPED_BYTES_MAX:
-                self._drop("late_body")
+                self._registry.drop(self, "late_body")
             return
         self._unset_keepalive_if_required()
         was_pipelined = bool(self.pipeline)
@@ -438,7 +438,3 @@ class GuardedProtocol(HttpToolsProtocol):
             self._arm(self.head_timeout_s)
         elif not self.transport.is_closing():
             self.transport.close()
-
-    def _drop(self, reason: str) -> None:
-        self._registry.dropped(reason)
-        self.transport.abort()

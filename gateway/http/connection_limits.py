@@ -50,8 +50,8 @@ class TooFewFiles(Exception):
 class LimitedConnection(Protocol):
     """The part of a connection that the registry uses to end it."""
 
-    def close_idle(self) -> None:
-        """End the connection, which must be idle."""
+    def abort(self) -> None:
+        """End the connection at once."""
         ...
 
     def check_stalled(self) -> None:
@@ -196,13 +196,18 @@ class Connections:
         """Count a connection that was ended because of its client's behaviour."""
         self._metrics.connections_dropped[reason] += 1
 
+    def drop(self, connection: LimitedConnection, reason: str) -> None:
+        """End a connection at once because of its client's behaviour. Does nothing if it has ended already."""
+        if connection in self._open:
+            self.remove(connection)
+            self.dropped(reason)
+            connection.abort()
+
     def _make_room(self, idle: dict[LimitedConnection, None]) -> bool:
         oldest = next(iter(idle), None)
         if oldest is None:
             return False
-        self.remove(oldest)
-        self.dropped("idle")
-        oldest.close_idle()
+        self.drop(oldest, "idle")
         return True
 
     def _refuse(self, reason: str, text: str) -> bool:

@@ -83,7 +83,7 @@ class Handshake(asyncio.Protocol):
         """Return how many bytes TLS has written that the system has not accepted yet."""
         return self._transport.get_write_buffer_size()
 
-    def close_idle(self) -> None:
+    def abort(self) -> None:
         self._transport.abort()
 
     def shutdown(self) -> None:

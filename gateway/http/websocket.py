@@ -165,8 +165,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
 
     def drop(self, reason: str) -> None:
         """End the connection without a word, because of its client's behaviour."""
-        self._registry.dropped(reason)
-        self.transport.abort()
+        self._registry.drop(self, reason)
 
     def mark(self, is_busy: bool) -> None:
         """Mark the connection as busy or idle; an idle one may be closed for a new one."""
@@ -188,7 +187,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
             lease.close()
         super().connection_lost(exc)
 
-    def close_idle(self) -> None:
+    def abort(self) -> None:
         self.transport.abort()
 
     def shutdown(self) -> None:

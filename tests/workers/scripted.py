@@ -180,16 +180,14 @@ class Scripted:
                     self.send(Goodbye(self.epoch, "asked"))
                     self.status = 0
             case Dump():
-                print("dumped", flush=True)
+                tell("dumped")
             case SetLogLevel(level):
-                # Nobody reads what an adopted worker prints.
-                with contextlib.suppress(BrokenPipeError):
-                    print(f"logs from {level} on", flush=True)
+                tell(f"logs from {level} on")
             case SetMemory():
                 self.orders.append(message)
-                print(f"told {message}", flush=True)
+                tell(f"told {message}")
             case SetPace():
-                print(f"told {message}", flush=True)
+                tell(f"told {message}")
 
     def generate(self, request: Generate) -> None:
         text = request.prompt.text if isinstance(request.prompt, TextPrompt) else ""
@@ -286,7 +284,7 @@ class Scripted:
 
     def fail_load(self) -> int:
         self.send(Loading(self.epoch, "weights"))
-        print("about to fail", flush=True)
+        tell("about to fail")
         code = self.options.goodbye_code
         if code is not None:
             self.send(Goodbye(self.epoch, "load", Failure(Code(code), "cannot be loaded")))
@@ -311,6 +309,12 @@ class Scripted:
                 self.up.send(codec.encode(message))
                 return
         sys.exit(1)
+
+
+def tell(text: str) -> None:
+    """Print it at once. Nobody reads what an adopted worker prints."""
+    with contextlib.suppress(BrokenPipeError):
+        print(text, flush=True)
 
 
 def hold_of(prompt: Prompt) -> Path | None:

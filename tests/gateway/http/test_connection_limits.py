@@ -152,7 +152,7 @@ class Idle:
     def __init__(self) -> None:
         self.gave_way = False
 
-    def close_idle(self) -> None:
+    def abort(self) -> None:
         self.gave_way = True
 
     def check_stalled(self) -> None: ...
@@ -160,6 +160,19 @@ class Idle:
 
 def live(**server: object) -> LiveConfig:
     return LiveConfig(Config(Path("/nowhere"), ServerConfig(**server), {}, Path("/nowhere/mlxd.toml")))  # type: ignore[arg-type]
+
+
+async def test_two_reasons_to_drop_a_connection_drop_and_count_it_once() -> None:
+    metrics = Metrics()
+    connections = public_connections(live(), metrics, 4096)
+    connection = Idle()
+    assert connections.admit(connection, "192.0.2.1")
+    for reason in ("write_timeout", "late_body"):
+        connections.drop(connection, reason)
+
+    assert connection.gave_way
+    assert metrics.connections_dropped == {"write_timeout": 1}
+    assert metrics.connections["public"]() == 0
 
 
 async def test_all_addresses_of_a_machine_with_ipv6_are_one() -> None:
