@@ -83,7 +83,7 @@ def socket_paths(evidence: StepEvidence) -> StepVerdict:
 
 def footprint(evidence: StepEvidence) -> StepVerdict:
     tool = evidence.text("footprint")
-    measured = _footprint_bytes(tool) if tool else _private_bytes(evidence.text("smaps_rollup"))
+    measured = _footprint_bytes(tool) if tool else _anonymous_bytes(evidence.text("smaps_rollup"))
     figures = [evidence.number("gateway"), evidence.number("worker")]
     texts = [f"{who}: {size / MIB:.1f} MiB" for who, size in zip(("the gateway", "the worker"), figures, strict=True)]
     near = max(FOOTPRINT_PART * measured, FOOTPRINT_BYTES)
@@ -312,8 +312,8 @@ def _footprint_bytes(output: str) -> float:
     return float(match[1]) * _UNITS[match[2]] if match else 0.0
 
 
-def _private_bytes(smaps_rollup: str) -> float:
-    return 1024.0 * sum(int(size) for size in re.findall(r"^Private_\w+:\s+(\d+) kB", smaps_rollup, re.MULTILINE))
+def _anonymous_bytes(smaps_rollup: str) -> float:
+    return 1024.0 * sum(int(size) for size in re.findall(r"^Anonymous:\s+(\d+) kB", smaps_rollup, re.MULTILINE))
 
 
 def _last_output(evidence: StepEvidence, command: str) -> str:

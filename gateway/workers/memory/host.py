@@ -132,9 +132,12 @@ def _sysctl(name: str) -> str | None:
 
 
 def _linux_footprint(pid: int) -> int:
-    """Return the private bytes of a process; its shared memory is not freed when it ends."""
+    """Return the anonymous bytes of a process. Pages of files are not its own: the system drops them when it needs to,
+    and how many of them are shared depends on which other processes run.
+    """
     try:
-        return int(psutil.Process(pid).memory_full_info().uss)
+        memory = psutil.Process(pid).memory_info()
+        return int(memory.rss - memory.shared)
     except psutil.Error:
         return 0
 
