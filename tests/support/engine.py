@@ -1,5 +1,7 @@
 """A real engine on a thread of its own, without sockets: requests go in, the terminal state of each comes out."""
 
+import faulthandler
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -245,7 +247,9 @@ class EngineHarness:
         with self.changed:
             while not condition():
                 assert not self._has_ended, f"the engine ended before {what}: {self.error!r}"
-                assert self.changed.wait(deadline - time.monotonic()), f"timed out waiting for {what}"
+                if not self.changed.wait(deadline - time.monotonic()):
+                    faulthandler.dump_traceback(sys.__stderr__)
+                    raise AssertionError(f"timed out waiting for {what}; stderr has where each thread is")
 
     def run(self, requests: Iterable[Generate]) -> list[Result]:
         """Submit all at once and wait for every terminal event."""
