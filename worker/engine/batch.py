@@ -96,7 +96,11 @@ class Batch:
 
     @property
     def prefilling(self) -> int:
-        return len(self._prefilling)
+        """Number of rows in prefill that share the next step. Rows that are computed one by one count as one while other
+        rows generate, because a step then runs only one of them.
+        """
+        alone = sum(sequence.is_alone for sequence in self._prefilling)
+        return len(self._prefilling) - alone + (min(alone, 1) if self.decoding else alone)
 
     @property
     def longest_prefill(self) -> int:
@@ -129,6 +133,15 @@ class Batch:
     def kv_bytes(self) -> int:
         return self._generator.nbytes + self._drafter.nbytes
 
+    def is_awaiting(self, row: Row) -> bool:
+        """Whether what `must_wait` found a row to wait for, a prefill or a read from disk, has not ended yet."""
+        if row.ticket is not None and not row.ticket.is_settled:
+            return True
+        if row.awaited is None:
+            return False
+        other, tokens = row.awaited
+        return other.sequence is not None and other.sequence.prefilled < tokens
+
     def must_wait(self, row: Row, *, is_first: bool = False) -> bool:
         """Whether a row must wait: its prefix is being prefilled by another row or read from disk, or its media are not
         encoded.
@@ -150,20 +163,27 @@ class Batch:
         return not self._media.is_ready(row, self._cache.longest(keys, row.cache_salt, row.whole), is_first=is_first)
 
     def is_prefilling_prefix_of(self, row: Row) -> bool:
-        """Whether a row in prefill will soon put a much longer prefix of this row's prompt into the cache."""
+        """Whether a row in prefill is still within a prefix that it shares with this row's prompt, and that is much
+        longer than what the cache holds. The wait is never longer than the prefill of that prefix.
+        """
+        row.awaited = None
         if not self._prefilling or not self._cache.is_on:
             return False
         tokens = row.reusable
+        head = tokens[:MIN_SHARED_TOKENS]
         cached: int | None = None
         for sequence in self._prefilling:
             other = sequence.row
-            if other.cache_salt != row.cache_salt:
+            # Rows that are computed one by one are slow, so only their like wait for them.
+            is_slow = sequence.scores is not None or (sequence.is_alone and row.questions is None)
+            if is_slow or other.cache_salt != row.cache_salt or not np.array_equal(other.keys()[: len(head)], head):
                 continue
-            gain = self._prefixes.shareable(other, row.whole(common_prefix(other.keys(), tokens)), self.kv_cost)
-            if gain < MIN_SHARED_TOKENS:
+            gain = self._prefixes.shareable(sequence, row.whole(common_prefix(other.keys(), tokens)), self.kv_cost)
+            if gain < MIN_SHARED_TOKENS or sequence.prefilled >= gain:
                 continue
             cached = self._cache.longest(tokens, row.cache_salt) if cached is None else cached
             if gain - cached >= MIN_SHARED_TOKENS:
+                row.awaited = other, gain
                 return True
         return False
 
@@ -251,8 +271,12 @@ class Batch:
             self._must_clear = True
 
     def _store_running(self, tokens: Any, salt: str) -> None:
-        """Store the KV of running rows that share a prefix with these tokens, now that a new row can reuse it."""
+        """Store the KV of running rows that share a prefix with these tokens, now that a new row can reuse it. Of rows in
+        prefill, this is the part that has run.
+        """
         unstored = [sequence for sequence in self._sequences if sequence.is_unstored]
+        if not self._cache.needs_checkpoints:
+            unstored += self._prefilling
         if not unstored or not self._cache.is_on:
             return
         tokens = tokens[:-1]
@@ -261,11 +285,12 @@ class Batch:
             other = sequence.row
             if other.cache_salt != salt or not np.array_equal(other.keys()[:MIN_SHARED_TOKENS], head):
                 continue
-            if common_prefix(other.keys(), tokens) - self._cache.longest(tokens, salt) >= MIN_SHARED_TOKENS:
-                sequence.is_unstored = False
+            common = min(common_prefix(other.keys(), tokens), sequence.prefilled)
+            if common - self._cache.longest(tokens, salt) >= MIN_SHARED_TOKENS:
                 with self._keeping(other):
                     caches, done = self._generator.extract(sequence)
-                    self._prefixes.keep(other, done, caches)
+                    self._prefixes.keep(other, done if sequence.is_unstored else done[:common], caches)
+                sequence.is_unstored = False
 
     def _take_out(self, sequence: BatchSequence) -> list[int]:
         """Take a sequence out of the generator. Returns the tokens whose KV is now in the prefix cache."""

@@ -50,8 +50,8 @@ log = logging.getLogger("mlxd.worker")
 
 # A second failure of the step loop within this time ends the worker.
 _RECOVERY_INTERVAL_S: Final = 60.0
-# Maximum number of rows that wait at the same time for another row to prefill a common prefix.
-_MAX_HELD_ROWS: Final = 64
+# Maximum number of rows with media or a sparse prefill that a tick prepares.
+_MAX_PREPARED_ROWS: Final = 64
 _CONTEXT_INTERVAL_STEPS: Final = 32
 
 
@@ -239,8 +239,14 @@ class Engine(RequestLoop[Row]):
 
     def _admit(self) -> None:
         held: list[Row] = []
-        while len(self._queue) and len(self._batch) < self.max_running and len(held) < _MAX_HELD_ROWS:
+        prepared = 0
+        while len(self._queue) and len(self._batch) < self.max_running:
             row = self._queue.pop()
+            needs_work = bool(row.media or row.keep)
+            if self._batch.is_awaiting(row) or (needs_work and prepared == _MAX_PREPARED_ROWS):
+                held.append(row)
+                continue
+            prepared += needs_work
             fits = self._memory.kv.admits(self._batch.rows, row, self.sparse.needs(row))
             if not fits or self._first_to_yield([row]) is not None:
                 held.append(row)

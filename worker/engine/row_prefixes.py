@@ -1,13 +1,14 @@
 """Prefixes of rows in the prefix cache: where they are cut, and how they are stored."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Final
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import generation_stream
 
-from worker.engine.row import Row
+from worker.engine.row import BatchSequence, Row
 from worker.engine.scheduling.kv_budget import KvCost
 from worker.prefix_cache.prefix import PrefixCache
 from worker.vision.media import media_keys
@@ -52,15 +53,17 @@ class RowPrefixes:
             cuts |= edges
         return [part.tolist() for part in np.split(tokens[reused:], [at - reused for at in sorted(cuts)])], marks
 
-    def shareable(self, other: Row, common: int, cost: KvCost | None) -> int:
-        """Return how many of the `common` leading tokens the row `other` will leave in the cache. With checkpoints,
-        these are the tokens up to the last checkpoint that fits the cache's budget."""
-        if other.kept is not None:
+    def shareable(self, sequence: BatchSequence, common: int, cost: KvCost | None) -> int:
+        """Return how many of the `common` leading tokens a sequence in prefill can leave in the cache. With checkpoints,
+        these are the tokens up to the last checkpoint that it has not taken yet and that fits the cache's budget.
+        """
+        if sequence.row.kept is not None:
             return 0
         if not self._cache.needs_checkpoints:
             return min(common, cost.storable(self._cache.budget)) if cost is not None else common
-        marks = (*other.boundaries, len(other.prompt) - 1, *range(CHECKPOINT_TOKENS, common + 1, CHECKPOINT_TOKENS))
-        cuts = sorted({at for at in marks if at <= common})
+        ends = accumulate(map(len, sequence.segments), initial=sequence.prefilled)
+        marks = sequence.marks
+        cuts = [at for at in ends if sequence.prefilled < at <= common and (marks is None or at in marks)]
         while cuts and cost is not None and cost.stored(cuts[-1], len(cuts)) > self._cache.budget:
             cuts.pop()
         return cuts[-1] if cuts else 0
