@@ -96,9 +96,8 @@ class Batch:
 
     @property
     def prefilling(self) -> int:
-        """Number of rows in prefill that share the next step. Rows that are computed one by one count as one while other
-        rows generate, because a step then runs only one of them.
-        """
+        """Number of rows in prefill that share the next step: of those that are computed one by one, a step runs only
+        one while other rows generate."""
         alone = sum(sequence.is_alone for sequence in self._prefilling)
         return len(self._prefilling) - alone + (min(alone, 1) if self.decoding else alone)
 
@@ -271,9 +270,8 @@ class Batch:
             self._must_clear = True
 
     def _store_running(self, tokens: Any, salt: str) -> None:
-        """Store the KV of running rows that share a prefix with these tokens, now that a new row can reuse it. Of rows in
-        prefill, this is the part that has run.
-        """
+        """Store the KV of running rows that share a prefix with these tokens, now that a new row can reuse it; of rows
+        in prefill, the part that has run."""
         unstored = [sequence for sequence in self._sequences if sequence.is_unstored]
         if not self._cache.needs_checkpoints:
             unstored += self._prefilling

@@ -21,6 +21,7 @@ from protocol.failures import Code, Failure
 from protocol.from_worker import Accepted, Finish, Rejected, Up
 from protocol.spec import WorkerSpec
 from protocol.to_worker import SetMemory, SetPace
+from worker.attention.seam import bound_sums
 from worker.engine.adapter_orders import AdapterOrders
 from worker.engine.batch import Batch
 from worker.engine.capabilities import pacer_of, reader_of, rows_at_once, speculation_of
@@ -166,6 +167,7 @@ class Engine(RequestLoop[Row]):
 
     def _apply_limits(self) -> None:
         self._memory.apply(self._batch.widest_step, self._make_room)
+        bound_sums(self._loaded.model, self._memory.kv.spare)
 
     def _tend_memory(self) -> None:
         if self._memory.relax():

@@ -54,9 +54,8 @@ class RowPrefixes:
         return [part.tolist() for part in np.split(tokens[reused:], [at - reused for at in sorted(cuts)])], marks
 
     def shareable(self, sequence: BatchSequence, common: int, cost: KvCost | None) -> int:
-        """Return how many of the `common` leading tokens a sequence in prefill can leave in the cache. With checkpoints,
-        these are the tokens up to the last checkpoint that it has not taken yet and that fits the cache's budget.
-        """
+        """Return how many of the `common` leading tokens a sequence in prefill can leave in the cache. With
+        checkpoints, these are the tokens up to the last one that is not taken yet and that fits the cache's budget."""
         if sequence.row.kept is not None:
             return 0
         if not self._cache.needs_checkpoints:
