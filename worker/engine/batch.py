@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.generate import StopSequences, generation_stream
 
 from worker.engine.decode_batch import MAX_RECURRENT_BLOCK_TOKENS
@@ -25,7 +24,6 @@ from worker.model.batch_mode import BatchMode
 from worker.model.division import agreement_of
 from worker.prefix_cache.evictions import SCORED
 from worker.prefix_cache.prefix import PrefixCache
-from worker.prefix_cache.radix_tree import common_prefix
 from worker.sampling.penalties import processors
 from worker.sampling.prompt_scores import Scores
 from worker.sampling.sampler import Draws, Guard, RowSampler
@@ -39,8 +37,6 @@ log = logging.getLogger("mlxd.worker")
 # Prompts with more tokens are written to disk at the end of their prefill, because a successor of this worker may have
 # to resume the row.
 EARLY_STORE_TOKENS: Final = 1024
-# Waiting for another row's prefill pays off if the common prefix has at least about this many tokens.
-MIN_SHARED_TOKENS: Final = 64
 # A step waits at most this long for a mask if all rows wait for their masks.
 MASK_WAIT_S: Final = 0.05
 
@@ -134,12 +130,7 @@ class Batch:
 
     def is_awaiting(self, row: Row) -> bool:
         """Whether what `must_wait` found a row to wait for, a prefill or a read from disk, has not ended yet."""
-        if row.ticket is not None and not row.ticket.is_settled:
-            return True
-        if row.awaited is None:
-            return False
-        other, tokens = row.awaited
-        return other.sequence is not None and other.sequence.prefilled < tokens
+        return row.is_awaiting or (row.ticket is not None and not row.ticket.is_settled)
 
     def must_wait(self, row: Row, *, is_first: bool = False) -> bool:
         """Whether a row must wait: its prefix is being prefilled by another row or read from disk, or its media are not
@@ -162,29 +153,8 @@ class Batch:
         return not self._media.is_ready(row, self._cache.longest(keys, row.cache_salt, row.whole), is_first=is_first)
 
     def is_prefilling_prefix_of(self, row: Row) -> bool:
-        """Whether a row in prefill is still within a prefix that it shares with this row's prompt, and that is much
-        longer than what the cache holds. The wait is never longer than the prefill of that prefix.
-        """
-        row.awaited = None
-        if not self._prefilling or not self._cache.is_on:
-            return False
-        tokens = row.reusable
-        head = tokens[:MIN_SHARED_TOKENS]
-        cached: int | None = None
-        for sequence in self._prefilling:
-            other = sequence.row
-            # Rows that are computed one by one are slow, so only their like wait for them.
-            is_slow = sequence.scores is not None or (sequence.is_alone and row.questions is None)
-            if is_slow or other.cache_salt != row.cache_salt or not np.array_equal(other.keys()[: len(head)], head):
-                continue
-            gain = self._prefixes.shareable(sequence, row.whole(common_prefix(other.keys(), tokens)), self.kv_cost)
-            if gain < MIN_SHARED_TOKENS or sequence.prefilled >= gain:
-                continue
-            cached = self._cache.longest(tokens, row.cache_salt) if cached is None else cached
-            if gain - cached >= MIN_SHARED_TOKENS:
-                row.awaited = other, gain
-                return True
-        return False
+        """Whether a row in prefill is still within a prefix that this row can reuse; see `RowPrefixes.must_wait`."""
+        return self._prefixes.must_wait(row, self._prefilling, self.kv_cost)
 
     def insert(self, row: Row, mask: MaskWork | None = None) -> bool:
         """Insert a row: its prompt and output so far, except the prefix in the cache. Sampling continues at position
@@ -273,22 +243,12 @@ class Batch:
         """Store the KV of running rows that share a prefix with these tokens, now that a new row can reuse it; of rows
         in prefill, the part that has run."""
         unstored = [sequence for sequence in self._sequences if sequence.is_unstored]
-        if not self._cache.needs_checkpoints:
-            unstored += self._prefilling
-        if not unstored or not self._cache.is_on:
-            return
-        tokens = tokens[:-1]
-        head = tokens[:MIN_SHARED_TOKENS]
-        for sequence in unstored:
-            other = sequence.row
-            if other.cache_salt != salt or not np.array_equal(other.keys()[:MIN_SHARED_TOKENS], head):
-                continue
-            common = min(common_prefix(other.keys(), tokens), sequence.prefilled)
-            if common - self._cache.longest(tokens, salt) >= MIN_SHARED_TOKENS:
-                with self._keeping(other):
-                    caches, done = self._generator.extract(sequence)
-                    self._prefixes.keep(other, done if sequence.is_unstored else done[:common], caches)
-                sequence.is_unstored = False
+        unstored += [] if self._cache.needs_checkpoints else self._prefilling
+        for sequence, common in self._prefixes.missing(tokens[:-1], salt, unstored):
+            with self._keeping(sequence.row):
+                caches, done = self._generator.extract(sequence)
+                self._prefixes.keep(sequence.row, done if sequence.is_unstored else done[:common], caches)
+            sequence.is_unstored = False
 
     def _take_out(self, sequence: BatchSequence) -> list[int]:
         """Take a sequence out of the generator. Returns the tokens whose KV is now in the prefix cache."""

@@ -21,7 +21,6 @@ from protocol.failures import Code, Failure
 from protocol.from_worker import Accepted, Finish, Rejected, Up
 from protocol.spec import WorkerSpec
 from protocol.to_worker import SetMemory, SetPace
-from worker.attention.seam import bound_sums
 from worker.engine.adapter_orders import AdapterOrders
 from worker.engine.batch import Batch
 from worker.engine.capabilities import pacer_of, reader_of, rows_at_once, speculation_of
@@ -51,8 +50,6 @@ log = logging.getLogger("mlxd.worker")
 
 # A second failure of the step loop within this time ends the worker.
 _RECOVERY_INTERVAL_S: Final = 60.0
-# Maximum number of rows with media or a sparse prefill that a tick prepares.
-_MAX_PREPARED_ROWS: Final = 64
 _CONTEXT_INTERVAL_STEPS: Final = 32
 
 
@@ -102,10 +99,9 @@ class Engine(RequestLoop[Row]):
             gauges.speculator.costs = costs
         self.pacer = pacer_of(loaded, spec, costs, kept, self._batch.widest_step)
         self.heartbeat = Heartbeat(loaded.model, spec.keep_warm_s)
-        self._context, self._woke = 0, 0.0
+        self._context, self._woke, self._recovered_at = 0, 0.0, float("-inf")
         self._emitter = Emitter(writer, self._outbox, self._finish)
         self._adapters = AdapterOrders(loaded, spec.epoch, self._memory, self._requests.values, self._apply_limits)
-        self._recovered_at = float("-inf")
         # Whether the batch was abandoned because the release of a row failed, and must be built again.
         self._must_rebuild = False
 
@@ -167,7 +163,6 @@ class Engine(RequestLoop[Row]):
 
     def _apply_limits(self) -> None:
         self._memory.apply(self._batch.widest_step, self._make_room)
-        bound_sums(self._loaded.model, self._memory.kv.spare)
 
     def _tend_memory(self) -> None:
         if self._memory.relax():
@@ -241,14 +236,11 @@ class Engine(RequestLoop[Row]):
 
     def _admit(self) -> None:
         held: list[Row] = []
-        prepared = 0
         while len(self._queue) and len(self._batch) < self.max_running:
             row = self._queue.pop()
-            needs_work = bool(row.media or row.keep)
-            if self._batch.is_awaiting(row) or (needs_work and prepared == _MAX_PREPARED_ROWS):
+            if self._batch.is_awaiting(row):
                 held.append(row)
                 continue
-            prepared += needs_work
             fits = self._memory.kv.admits(self._batch.rows, row, self.sparse.needs(row))
             if not fits or self._first_to_yield([row]) is not None:
                 held.append(row)

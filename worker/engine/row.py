@@ -240,6 +240,14 @@ class Row:
         return self.stats.arrived
 
     @property
+    def is_awaiting(self) -> bool:
+        """Whether the prefill that this row needs has not come far enough yet."""
+        if self.awaited is None:
+            return False
+        other, tokens = self.awaited
+        return other.sequence is not None and other.sequence.prefilled < tokens
+
+    @property
     def deviations(self) -> tuple[str, ...]:
         """Deviations from the request, reported to its client."""
         return (*(self.rule.grammar.relaxed if self.rule is not None else ()), *self.relaxed)
