@@ -190,9 +190,7 @@ def _find(system: bool, run_as: str | None, *, needs_user: bool) -> Service:
         home = Path(owner.home)
     for path in (home, user_home):
         if control := control_character(str(path)):
-            raise CommandFailed(
-                f"{str(path)!r} has the control character {control}, which no service's file can hold"
-            )
+            raise CommandFailed(f"{str(path)!r} has the control character {control}, which no service's file can hold")
     return Service(
         program=launcher(SYSTEM_PREFIX if system else home),
         home=home,
