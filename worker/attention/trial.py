@@ -35,7 +35,7 @@ def prove(form: AttentionForm, attend: Attend) -> None:
     _try(replace(form, heads=form.heads // form.kv_heads, kv_heads=1), attend, _LONG, 1, 0)
 
 
-def _try(form: AttentionForm, attend: Attend, of: Sequence[int], tokens: int, window: int) -> None:
+def _try(form: AttentionForm, attend: Attend, of: tuple[int, ...], tokens: int, window: int) -> None:
     queries, kv, sinks = _numbers(form, of, tokens)
     lengths = mx.array(of, dtype=mx.int32)
     scale = form.dim**-0.5
@@ -49,7 +49,7 @@ def _try(form: AttentionForm, attend: Attend, of: Sequence[int], tokens: int, wi
             raise NotProved("its kernel gives a row other numbers beside other rows")
 
 
-def _numbers(form: AttentionForm, of: Sequence[int], tokens: int) -> tuple[mx.array, LayerKV, mx.array | None]:
+def _numbers(form: AttentionForm, of: tuple[int, ...], tokens: int) -> tuple[mx.array, LayerKV, mx.array | None]:
     """Make random queries, KV and sinks for rows of these lengths; the same arguments give the same arrays."""
 
     def numbers(seed: int, *shape: int) -> mx.array:
@@ -66,7 +66,7 @@ def _expected(
     form: AttentionForm,
     queries: mx.array,
     kv: LayerKV,
-    of: Sequence[int],
+    of: tuple[int, ...],
     scale: float,
     window: int,
     sinks: mx.array | None,
