@@ -5,16 +5,19 @@ import os
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, TypeVar, get_args, get_origin
+from typing import Any, Final, Literal, TypeGuard, TypeVar, cast, get_args, get_origin
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import fields
 
 from gateway.config.settings import NOT_IN_FILE, Config, ConfigError, file_key
-from gateway.config.syntax import Locator, parse_duration, parse_size
+from gateway.config.syntax import Locator, control_character, parse_duration, parse_size
 
 T = TypeVar("T", bound=Struct)
+
+# Keys whose values may have several lines.
+_FREE_TEXTS: Final = frozenset({"chat_template"})
 
 
 class ConfigSource:
@@ -37,10 +40,26 @@ class ConfigSource:
             raise ConfigError(error.strerror or str(error), self.path) from None
         self._locator = Locator(text)
         try:
-            return tomllib.loads(text)
+            tables = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             message, line = self._locator.syntax_error(error)
             raise ConfigError(message, self.path, line) from None
+        self._refuse_controls(tables, ())
+        return tables
+
+    def _refuse_controls(self, value: Any, where: tuple[str, ...]) -> None:
+        """Refuse control characters in all names and values but free texts: no path, host or address has any."""
+        if isinstance(value, dict):
+            table = cast(dict[str, Any], value)
+            for key, inner in table.items():
+                self._refuse_controls(key, where)
+                if key not in _FREE_TEXTS:
+                    self._refuse_controls(inner, (*where, key))
+        elif isinstance(value, list):
+            for inner in cast(list[Any], value):
+                self._refuse_controls(inner, where)
+        elif isinstance(value, str) and (control := control_character(value)):
+            raise self.error(f"{where[-1] if where else value!r}: has the control character {control}", where)
 
     def line(self, key: tuple[str, ...]) -> int | None:
         return self._locator.line(key)

@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+import unicodedata
 from typing import Final
 
 _PART: Final = r"(?:[\w-]+|\"[^\"]*\"|'[^']*')"
@@ -34,6 +35,12 @@ def parse_size(text: str) -> int:
     if match is None or unit is None:
         raise ValueError(f"{text!r} is not a size; write it like 512KiB, 32MiB or 8GiB")
     return int(float(match[1]) * unit)
+
+
+def control_character(text: str) -> str:
+    """Return the first control character or line separator of a text as `U+000A`; empty if there is none."""
+    found = next((char for char in text if unicodedata.category(char) in ("Cc", "Zl", "Zp")), None)
+    return "" if found is None else f"U+{ord(found):04X}"
 
 
 class Locator:

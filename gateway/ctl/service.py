@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 
-from gateway.config.settings import ConfigError, ServerConfig
+from gateway.config.settings import CONFIG_NAME, ConfigError, ServerConfig
+from gateway.config.syntax import control_character
 from gateway.ctl import logs
 from gateway.ctl.client import NOT_RUNNING
 from gateway.ctl.model_verbs import offline
@@ -187,6 +188,9 @@ def _find(system: bool, run_as: str | None, *, needs_user: bool) -> Service:
     home = default_home() if "MLXD_HOME" in os.environ or not run_as else user_home / ".mlxd"
     if owner is not None:
         home = Path(owner.home)
+    for path in (home, user_home):
+        if control := control_character(str(path)):
+            raise CommandFailed(f"{str(path)!r} has the control character {control}, which no service's file can hold")
     return Service(
         program=launcher(SYSTEM_PREFIX if system else home),
         home=home,
@@ -201,6 +205,8 @@ def _find(system: bool, run_as: str | None, *, needs_user: bool) -> Service:
 def _drain_s(home: Path) -> float:
     """Return the configured drain deadline, or the default if the configuration cannot be read."""
     try:
+        if not (home / CONFIG_NAME).is_file():
+            return ServerConfig().drain_s  # a pipe would never end
         return offline.read_config(home=home).server.drain_s
     except ConfigError:
         return ServerConfig().drain_s

@@ -22,6 +22,8 @@ def listen_tcp(host: str, port: int) -> list[socket.socket]:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
         raise CannotListen(f"the host {host!r} cannot be resolved: {error.strerror}") from error
+    except UnicodeError:
+        raise CannotListen(f"{host!r} is not a name of a host") from None
     sockets: list[socket.socket] = []
     for family, kind, protocol, _, address in dict.fromkeys(addresses):
         try:

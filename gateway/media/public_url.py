@@ -22,6 +22,8 @@ from gateway.media.reference import FetchFailed, TooManyBytes
 
 REDIRECTS_MAX: Final = 3
 URL_CHARS_MAX: Final = 8192
+# Maximum number of addresses of a host: each of them is checked.
+ADDRESSES_MAX: Final = 32
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _HEADERS: Final = [
     ("accept", "image/*, video/*, audio/*, */*;q=0.5"),
@@ -190,9 +192,15 @@ class _GuardedBackend(httpcore.AsyncNetworkBackend):
             addresses = list(await self._resolve(host, port))
         except (OSError, UnicodeError):
             raise FetchFailed("its host is not known") from None
-        if not addresses or not all(self._may_dial(ip_address(address)) for address in addresses):
+        if len(addresses) > ADDRESSES_MAX:
+            raise FetchFailed(f"its host has more than {ADDRESSES_MAX} addresses")
+        # The check reads this machine's interfaces, which takes a while.
+        if not addresses or not await asyncio.to_thread(self._may_dial_all, addresses):
             raise FetchFailed("its host is not on the public internet")
         return await self._inner.connect_tcp(addresses[0], port, timeout, local_address, socket_options)
+
+    def _may_dial_all(self, addresses: Sequence[str]) -> bool:
+        return all(self._may_dial(ip_address(address)) for address in addresses)
 
     async def sleep(self, seconds: float) -> None:
         await self._inner.sleep(seconds)

@@ -28,7 +28,7 @@ def tiled(
     kv_heads, room = keys.shape[1:3]
     group, splits = heads // kv_heads, -(-min(end, room) // SPLIT)
     output = np.zeros_like(asked)
-    for row, length in enumerate(cast(list[int], lengths.tolist())):
+    for row, length in enumerate(cast(list[int], lengths.tolist())[: len(asked)]):
         last = np.tile(length + np.arange(tokens), group)
         seen = int(last[0] + 1 - window if window else 0), min(length + tokens, room)
         for head in range(kv_heads):

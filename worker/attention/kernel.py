@@ -22,6 +22,7 @@ from worker.attention.kernel_text import (
     SUMMERS,
     source,
 )
+from worker.kv.ragged import PADDED_ROWS
 
 # Maximum number of new tokens per row for which these kernels are used. On Metal, MLX's attention of more tokens
 # compiles nothing for a new length. The limit is higher on CUDA, where cuDNN's plan for a new length takes 45 to 70 ms
@@ -84,10 +85,14 @@ def attend(
     """Compute attention `[rows, heads, tokens, dim]` of new tokens whose KV is already in its slots.
 
     Token i of row r attends to slots up to `lengths[r] + i`; with a `window`, only to the newest `window` of these
-    slots. `end` is at least the number of slots of the longest row. Raises `RuntimeError` without a GPU.
+    slots. `end` is at least the number of slots of the longest row. `lengths` may have further elements, which are not
+    read. Raises `RuntimeError` without a GPU.
     """
     kernels = _kernels()
     rows, heads, tokens, dim = queries.shape
+    lengths = lengths if lengths.size >= PADDED_ROWS else mx.pad(lengths, (0, PADDED_ROWS - lengths.size))
+    # CUDA's compiled kernels do not differ by the types of their inputs.
+    sinks = None if sinks is None else sinks.astype(queries.dtype)
     kv_heads, room = kv.keys[0].shape[1:3]
     splits, queries_per_head = -(-min(end, room) // SPLIT), heads // kv_heads * tokens
     tiles = -(-queries_per_head // kernels.query_rows)

@@ -54,6 +54,8 @@ class AttentionSwitch:
     def __init__(self, attend: Attend) -> None:
         self.attend = attend
         self._tokens_max = tokens_max()
+        # Maximum size of the partial sums of a call; a larger call has mlx-lm's function.
+        self.sums_max_bytes = PARTIAL_SUMS_MAX_BYTES
         self.proved: Set[AttentionForm] = frozenset()
         # Forms of the recorded passes that a kernel could compute; None while nothing is recorded.
         self._recorded: set[AttentionForm] | None = None
@@ -93,13 +95,21 @@ class AttentionSwitch:
                 if self._recorded is not None:
                     self._recorded.add(form)
                 end = before.end(tokens)
-                if form in self.proved and partial_sums_bytes(queries, end) <= PARTIAL_SUMS_MAX_BYTES:
-                    return self.attend(queries, _layer_kv(cache), before.begins, end, scale, window, sinks)
+                if form in self.proved and partial_sums_bytes(queries, end) <= self.sums_max_bytes:
+                    return self.attend(queries, _layer_kv(cache), before.padded_begins, end, scale, window, sinks)
         return scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def bound_sums(model: Any, free_bytes: int) -> None:
+    """Bound the partial sums of a model's kernels by the memory that a step may take for its temporary arrays."""
+    switch: AttentionSwitch | None = getattr(model, "attention_switch", None)
+    if switch is not None:
+        switch.sums_max_bytes = min(PARTIAL_SUMS_MAX_BYTES, free_bytes)
 
 
 def join(model: Any, switch: AttentionSwitch) -> bool:
     """Let the attention modules of a model call a switch. Returns whether any module calls it."""
+    model.attention_switch = switch
     is_joined = False
     for module in model.modules():
         if isinstance(module, Mixing) and (call := _with_attention(type(module.module).__call__, switch)) is not None:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.generate import StopSequences, generation_stream
 
 from worker.engine.decode_batch import MAX_RECURRENT_BLOCK_TOKENS
@@ -25,7 +24,6 @@ from worker.model.batch_mode import BatchMode
 from worker.model.division import agreement_of
 from worker.prefix_cache.evictions import SCORED
 from worker.prefix_cache.prefix import PrefixCache
-from worker.prefix_cache.radix_tree import common_prefix
 from worker.sampling.penalties import processors
 from worker.sampling.prompt_scores import Scores
 from worker.sampling.sampler import Draws, Guard, RowSampler
@@ -39,8 +37,6 @@ log = logging.getLogger("mlxd.worker")
 # Prompts with more tokens are written to disk at the end of their prefill, because a successor of this worker may have
 # to resume the row.
 EARLY_STORE_TOKENS: Final = 1024
-# Waiting for another row's prefill pays off if the common prefix has at least about this many tokens.
-MIN_SHARED_TOKENS: Final = 64
 # A step waits at most this long for a mask if all rows wait for their masks.
 MASK_WAIT_S: Final = 0.05
 
@@ -96,7 +92,10 @@ class Batch:
 
     @property
     def prefilling(self) -> int:
-        return len(self._prefilling)
+        """Number of rows in prefill that share the next step: of those that are computed one by one, a step runs only
+        one while other rows generate."""
+        alone = sum(sequence.is_alone for sequence in self._prefilling)
+        return len(self._prefilling) - alone + (min(alone, 1) if self.decoding else alone)
 
     @property
     def longest_prefill(self) -> int:
@@ -129,6 +128,10 @@ class Batch:
     def kv_bytes(self) -> int:
         return self._generator.nbytes + self._drafter.nbytes
 
+    def is_awaiting(self, row: Row) -> bool:
+        """Whether what `must_wait` found a row to wait for, a prefill or a read from disk, has not ended yet."""
+        return row.is_awaiting or (row.ticket is not None and not row.ticket.is_settled)
+
     def must_wait(self, row: Row, *, is_first: bool = False) -> bool:
         """Whether a row must wait: its prefix is being prefilled by another row or read from disk, or its media are not
         encoded.
@@ -150,22 +153,8 @@ class Batch:
         return not self._media.is_ready(row, self._cache.longest(keys, row.cache_salt, row.whole), is_first=is_first)
 
     def is_prefilling_prefix_of(self, row: Row) -> bool:
-        """Whether a row in prefill will soon put a much longer prefix of this row's prompt into the cache."""
-        if not self._prefilling or not self._cache.is_on:
-            return False
-        tokens = row.reusable
-        cached: int | None = None
-        for sequence in self._prefilling:
-            other = sequence.row
-            if other.cache_salt != row.cache_salt:
-                continue
-            gain = self._prefixes.shareable(other, row.whole(common_prefix(other.keys(), tokens)), self.kv_cost)
-            if gain < MIN_SHARED_TOKENS:
-                continue
-            cached = self._cache.longest(tokens, row.cache_salt) if cached is None else cached
-            if gain - cached >= MIN_SHARED_TOKENS:
-                return True
-        return False
+        """Whether a row in prefill is still within a prefix that this row can reuse; see `RowPrefixes.must_wait`."""
+        return self._prefixes.must_wait(row, self._prefilling, self.kv_cost)
 
     def insert(self, row: Row, mask: MaskWork | None = None) -> bool:
         """Insert a row: its prompt and output so far, except the prefix in the cache. Sampling continues at position
@@ -251,21 +240,15 @@ class Batch:
             self._must_clear = True
 
     def _store_running(self, tokens: Any, salt: str) -> None:
-        """Store the KV of running rows that share a prefix with these tokens, now that a new row can reuse it."""
+        """Store the KV of running rows that share a prefix with these tokens, now that a new row can reuse it; of rows
+        in prefill, the part that has run."""
         unstored = [sequence for sequence in self._sequences if sequence.is_unstored]
-        if not unstored or not self._cache.is_on:
-            return
-        tokens = tokens[:-1]
-        head = tokens[:MIN_SHARED_TOKENS]
-        for sequence in unstored:
-            other = sequence.row
-            if other.cache_salt != salt or not np.array_equal(other.keys()[:MIN_SHARED_TOKENS], head):
-                continue
-            if common_prefix(other.keys(), tokens) - self._cache.longest(tokens, salt) >= MIN_SHARED_TOKENS:
-                sequence.is_unstored = False
-                with self._keeping(other):
-                    caches, done = self._generator.extract(sequence)
-                    self._prefixes.keep(other, done, caches)
+        unstored += [] if self._cache.needs_checkpoints else self._prefilling
+        for sequence, common in self._prefixes.missing(tokens[:-1], salt, unstored):
+            with self._keeping(sequence.row):
+                caches, done = self._generator.extract(sequence)
+                self._prefixes.keep(sequence.row, done if sequence.is_unstored else done[:common], caches)
+            sequence.is_unstored = False
 
     def _take_out(self, sequence: BatchSequence) -> list[int]:
         """Take a sequence out of the generator. Returns the tokens whose KV is now in the prefix cache."""

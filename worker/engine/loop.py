@@ -50,8 +50,6 @@ log = logging.getLogger("mlxd.worker")
 
 # A second failure of the step loop within this time ends the worker.
 _RECOVERY_INTERVAL_S: Final = 60.0
-# Maximum number of rows that wait at the same time for another row to prefill a common prefix.
-_MAX_HELD_ROWS: Final = 64
 _CONTEXT_INTERVAL_STEPS: Final = 32
 
 
@@ -101,10 +99,9 @@ class Engine(RequestLoop[Row]):
             gauges.speculator.costs = costs
         self.pacer = pacer_of(loaded, spec, costs, kept, self._batch.widest_step)
         self.heartbeat = Heartbeat(loaded.model, spec.keep_warm_s)
-        self._context, self._woke = 0, 0.0
+        self._context, self._woke, self._recovered_at = 0, 0.0, float("-inf")
         self._emitter = Emitter(writer, self._outbox, self._finish)
         self._adapters = AdapterOrders(loaded, spec.epoch, self._memory, self._requests.values, self._apply_limits)
-        self._recovered_at = float("-inf")
         # Whether the batch was abandoned because the release of a row failed, and must be built again.
         self._must_rebuild = False
 
@@ -239,8 +236,11 @@ class Engine(RequestLoop[Row]):
 
     def _admit(self) -> None:
         held: list[Row] = []
-        while len(self._queue) and len(self._batch) < self.max_running and len(held) < _MAX_HELD_ROWS:
+        while len(self._queue) and len(self._batch) < self.max_running:
             row = self._queue.pop()
+            if self._batch.is_awaiting(row):
+                held.append(row)
+                continue
             fits = self._memory.kv.admits(self._batch.rows, row, self.sparse.needs(row))
             if not fits or self._first_to_yield([row]) is not None:
                 held.append(row)

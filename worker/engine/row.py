@@ -228,6 +228,8 @@ class Row:
     is_finished: bool = False
     # Pending disk reads of this row's prompt KV; None once the row is inserted.
     ticket: Ticket | None = None
+    # Row whose prefill this waiting row needs, and up to which token; None if it waits for no prefill.
+    awaited: "tuple[Row, int] | None" = None
     # State of the row in the batch; None while the row is not in the batch.
     sequence: "BatchSequence | None" = None
     _tokens: npt.NDArray[np.int32] | None = None
@@ -236,6 +238,14 @@ class Row:
     @property
     def arrived(self) -> float:
         return self.stats.arrived
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether the prefill that this row needs has not come far enough yet."""
+        if self.awaited is None:
+            return False
+        other, tokens = self.awaited
+        return other.sequence is not None and other.sequence.prefilled < tokens
 
     @property
     def deviations(self) -> tuple[str, ...]:
@@ -405,6 +415,11 @@ class BatchSequence:
         """
         kept = self.row.kept
         return kept.position_offset(len(self.tokens)) if kept is not None else 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the row's prompt is computed alone, because the prompt is scored or has questions."""
+        return self.scores is not None or self.row.questions is not None
 
     @property
     def is_prefilled(self) -> bool:

@@ -17,6 +17,8 @@ from mlx_lm.models.cache import KVCache
 
 # Caches grow in steps of this many tokens, as in mlx-lm.
 STEP: Final = 256
+# Metal compiles a kernel of ours again for an input of fewer elements than this.
+PADDED_ROWS: Final = 8
 # CUDA's attention is compiled for each width and number of slots; a compilation takes as long as several steps. So
 # attention on CUDA sees all allocated slots, and widths are powers of two; elsewhere it sees only the slots in use.
 sees_room = mx.cuda.is_available() and mx.default_device() == mx.gpu
@@ -36,7 +38,8 @@ class Lengths:
     """
 
     __slots__ = (
-        "_begins", "_end", "_index", "_masks", "_next", "_offset", "_slots", "is_level", "longest", "of", "skipped",
+        "_begins", "_end", "_index", "_masks", "_next", "_offset", "_padded_begins", "_slots", "is_level", "longest",
+        "of", "skipped",
     )  # fmt: skip
 
     def __init__(self, lengths: Sequence[int], skipped: Sequence[int] = ()) -> None:
@@ -46,6 +49,7 @@ class Lengths:
         self.is_level = min(self.of, default=0) == self.longest
         self._offset: mx.array | None = None
         self._begins: mx.array | None = None
+        self._padded_begins: mx.array | None = None
         # Width of the pass that `begin` has prepared, and the end of the slots that the pass uses; None if `begin` had
         # nothing to prepare.
         self._end: tuple[int, int] | None = None
@@ -71,6 +75,14 @@ class Lengths:
         if self._begins is None:
             self._begins = mx.array(list(self.of), dtype=mx.int32)
         return self._begins
+
+    @property
+    def padded_begins(self) -> mx.array:
+        """`begins`, then zeros up to `PADDED_ROWS`, for a kernel that Metal would compile again for a shorter input."""
+        if self._padded_begins is None:
+            missing = PADDED_ROWS - len(self.of)
+            self._padded_begins = mx.array([*self.of, *[0] * missing], dtype=mx.int32) if missing > 0 else self.begins
+        return self._padded_begins
 
     def begin(self, lengths: Sequence[int], count: int) -> None:
         """Prepare a pass of `count` tokens per row: row i has `lengths[i]` tokens, then padding. All padding beyond the

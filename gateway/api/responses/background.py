@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import logging
 from asyncio import shield, wrap_future
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -388,14 +389,20 @@ class Backgrounds:
         log.info("background response ended", extra={"fields": fields})
 
     def _evict(self) -> None:
-        """Drop the oldest ended responses until those left take at most ENDED_BYTES_MAX."""
-        ended = [each for each in self._known.values() if each.is_over]
-        total = sum(each.size_bytes for each in ended)
-        for each in ended:
-            if total <= ENDED_BYTES_MAX:
-                break
-            total -= each.size_bytes
-            del self._known[each.id]
+        """Drop ended responses until those left take at most ENDED_BYTES_MAX: each time the oldest one of the tenant
+        whose responses take most.
+        """
+        ended: dict[str, list[Background]] = {}
+        sizes: Counter[str] = Counter()
+        for each in self._known.values():
+            if each.is_over:
+                ended.setdefault(each.tenant, []).append(each)
+                sizes[each.tenant] += each.size_bytes
+        while sizes.total() > ENDED_BYTES_MAX:
+            ((tenant, _),) = sizes.most_common(1)
+            oldest = ended[tenant].pop(0)
+            sizes[tenant] -= oldest.size_bytes
+            del self._known[oldest.id]
 
 
 def keep_nothing(last: out.Response) -> Future[bool]:

@@ -7,15 +7,15 @@ byte of a response, and never after.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.access.caller import Caller
-from gateway.access.rate_limit import Meter, UsageCharge
+from gateway.access.rate_limit import EXPECTED_COMPLETION, Meter, UsageCharge
 from gateway.api.anthropic.response import anthropic_body
 from gateway.config.remote_settings import UpstreamConfig
 from gateway.config.settings import FallbackConfig, ModelConfig
@@ -128,12 +128,13 @@ class UpstreamFallback:
                 client = _WatchedSend(send, watch)
                 try:
                     async with request.until_cancelled():
-                        answer = await self._request(forwarding, body, upstreams, scope)
                         try:
+                            answer = await self._request(forwarding, body, upstreams, scope, request)
                             await self._pass_on(forwarding, answer, record, client)
                         finally:
-                            await answer.close()
-                            self._book(forwarding, body, answer, record, charge)
+                            if request.answer is not None:
+                                await request.answer.close()
+                            self._book(forwarding, body, request, charge)
                 except ApiError as error:
                     # A response that has started cannot be continued by another upstream.
                     if not client.is_started:
@@ -147,11 +148,20 @@ class UpstreamFallback:
         self,
         forwarding: "_ForwardedRequest",
         body: UpstreamBody,
-        answer: UpstreamResponse,
-        record: RequestRecord,
+        request: "_UpstreamRequest",
         charge: UsageCharge | None,
     ) -> None:
-        prompt, completion = answer.usage(len(forwarding.body), body.sequences, body.max_tokens)
+        """Book what an upstream reports, or what the request was expected to take if it was sent and its answer was not
+        received."""
+        record, answer = request.record, request.answer
+        if answer is None and not request.is_sent:
+            return
+        prompt = completion = 0
+        if answer is not None:
+            prompt, completion = answer.usage(len(forwarding.body), body.sequences, body.max_tokens)
+        if answer is None or (answer.status < 400 and not answer.is_received):
+            expected = body.sequences * _expected(record.caller.meter, body.max_tokens)
+            prompt, completion = prompt or len(forwarding.body) // BYTES_PER_TOKEN, max(completion, int(expected))
         record.prompt_tokens, record.completion_tokens = prompt, completion
         # If the request started and then failed in this gateway, it was already counted.
         requests = 0 if record.is_booked else body.sequences
@@ -160,7 +170,12 @@ class UpstreamFallback:
             charge.prompt, charge.completion = prompt, completion
 
     async def _request(
-        self, forwarding: "_ForwardedRequest", body: UpstreamBody, upstreams: Sequence[UpstreamConfig], scope: Scope
+        self,
+        forwarding: "_ForwardedRequest",
+        body: UpstreamBody,
+        upstreams: Sequence[UpstreamConfig],
+        scope: Scope,
+        request: "_UpstreamRequest",
     ) -> UpstreamResponse:
         """Return the response of the first upstream that serves the request, or else the last upstream's refusal."""
         services, record = self._services, record_of(scope)
@@ -175,13 +190,15 @@ class UpstreamFallback:
                 sent = await services.bodies.work(
                     len(forwarding.body), body.with_model, upstream.models[forwarding.name]
                 )
-                answer = await services.upstreams.send(upstream, scope, sent)
+                with request.sending():
+                    answer = await services.upstreams.send(upstream, scope, sent)
             except Unreachable as error:
                 metrics.upstream_requests[upstream.name, forwarding.name, error.reason] += 1
                 log.warning("upstream %s: %s", upstream.name, error)
                 continue
             metrics.upstream_requests[upstream.name, forwarding.name, str(answer.status)] += 1
             if answer.status < 400:
+                request.answer = answer
                 return answer
             text = "" if _is_for_client(answer) else await answer.excerpt()
             log.warning("upstream %s refuses %s: HTTP %d %s", upstream.name, forwarding.name, answer.status, text)
@@ -295,6 +312,9 @@ class _UpstreamRequest:
     def __init__(self, record: RequestRecord, sequences: int) -> None:
         self.record = record
         self.sequences = sequences
+        # Whether an upstream may have begun to generate; and its answer, once the head has arrived.
+        self.is_sent = False
+        self.answer: UpstreamResponse | None = None
         self._patience = asyncio.timeout(None)
         self._is_cancelled = False
 
@@ -303,6 +323,17 @@ class _UpstreamRequest:
         if not self._is_cancelled:
             self._is_cancelled = True
             self._patience.reschedule(0.0)
+
+    @contextmanager
+    def sending(self) -> Generator[None]:
+        """Note that the request was sent, unless the block ends with a head, or shows that the upstream got nothing."""
+        was_sent, self.is_sent = self.is_sent, True
+        try:
+            yield
+            self.is_sent = was_sent
+        except Unreachable as error:
+            self.is_sent = was_sent or error.is_sent
+            raise
 
     @asynccontextmanager
     async def until_cancelled(self) -> AsyncGenerator[None]:
@@ -335,7 +366,14 @@ def _is_fallback_case(fallback: FallbackConfig, error: ApiError) -> bool:
 
 def _estimate(forwarding: _ForwardedRequest, body: UpstreamBody, meter: Meter) -> float:
     """Return the estimated tokens to charge."""
-    return len(forwarding.body) / BYTES_PER_TOKEN + body.sequences * meter.expected(body.max_tokens)
+    return len(forwarding.body) / BYTES_PER_TOKEN + body.sequences * _expected(meter, body.max_tokens)
+
+
+def _expected(meter: Meter | None, max_tokens: int | None) -> float:
+    """Return the number of tokens that a sequence is expected to have."""
+    if meter is not None:
+        return meter.expected(max_tokens)
+    return EXPECTED_COMPLETION if max_tokens is None else min(max_tokens, EXPECTED_COMPLETION)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

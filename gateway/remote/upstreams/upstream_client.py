@@ -49,11 +49,14 @@ _KIND_CHARS: Final = 100
 
 
 class Unreachable(Exception):
-    """The upstream did not respond, or its response broke off. `reason` is for the metrics."""
+    """The upstream did not respond, or its response broke off. `reason` is for the metrics; `is_sent` is False if the
+    upstream got nothing of the request.
+    """
 
-    def __init__(self, reason: str, text: str) -> None:
+    def __init__(self, reason: str, text: str, *, is_sent: bool = True) -> None:
         super().__init__(text)
         self.reason = reason
+        self.is_sent = is_sent
 
 
 class _UpstreamUsage(msgspec.Struct, frozen=True):
@@ -95,10 +98,13 @@ class Clients:
             )
             async with asyncio.timeout(upstream.first_byte_s):
                 answer = UpstreamResponse(await self._client(upstream).send(request, stream=True), upstream)
+        except httpx.ConnectTimeout:
+            raise Unreachable("timeout", f"no connection within {CONNECT_S:g} s", is_sent=False) from None
         except (TimeoutError, httpx.TimeoutException):
             raise Unreachable("timeout", f"no answer within {upstream.first_byte_s:g} s") from None
         except (httpx.HTTPError, OSError, ValueError) as error:
-            raise Unreachable("connection", str(error) or type(error).__name__) from None
+            is_sent = isinstance(error, httpx.HTTPError) and not isinstance(error, httpx.ConnectError)
+            raise Unreachable("connection", str(error) or type(error).__name__, is_sent=is_sent) from None
         if fault := answer.fault:
             await answer.close()
             raise Unreachable("invalid", fault)
@@ -147,6 +153,8 @@ class UpstreamResponse:
         self.status = response.status_code
         self.kind = response.headers.get("content-type", JSON).partition(";")[0].strip().lower()
         self.is_stream = self.kind == EVENTS
+        # Whether what has arrived shows what was generated: a stream does at any time, another answer at its end.
+        self.is_received = self.is_stream
         self.headers: list[Header] = [
             (name.lower(), value) for name, value in response.headers.raw if name.lower() in _RESPONSE_HEADERS
         ]
@@ -197,6 +205,7 @@ class UpstreamResponse:
                 self._tail = (self._tail + piece)[-TAIL_BYTES:]
                 self._bytes += len(piece)
                 yield piece
+            self.is_received = True
         except (httpx.HTTPError, OSError) as error:
             reason = "timeout" if isinstance(error, httpx.TimeoutException) else "connection"
             raise Unreachable(reason, str(error)) from None

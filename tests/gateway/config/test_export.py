@@ -57,7 +57,7 @@ thinking = { enabled = false, budget = 10 }
 [models."org/m-1.5".profiles.as_it_is]
 
 [models.plain]
-path = "./quo\\"ted\\\\path\\u007f"
+path = "./quo\\"ted\\\\path é"
 """
 
 

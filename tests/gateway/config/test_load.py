@@ -218,6 +218,29 @@ def test_bad_values_name_their_line(tmp_path: Path, text: str, expected: str) ->
 
 
 @pytest.mark.parametrize(
+    ("text", "control"),
+    [
+        ('[models.a]\npath = "\\u0000"', "U+0000"),
+        ('[models.a]\n\npath = "/a\\nb"', "U+000A"),
+        ('[models.a]\nadapters = { x = "b\\u2028" }', "U+2028"),
+        ('[models.a]\naliases = ["b", "c\\u001b[1m"]', "U+001B"),
+        ('[server]\nhost = "a\\rb"', "U+000D"),
+        ('[server]\nhosts = ["a\\u0085"]', "U+0085"),
+        ('[server.tls]\ncertificate = "c\\u0000"\nkey = "k"', "U+0000"),
+        ('[models."a\\u0007"]', "U+0007"),
+    ],
+)
+def test_a_control_character_in_a_name_path_or_host_is_refused(tmp_path: Path, text: str, control: str) -> None:
+    assert f"has the control character {control}" in failure(tmp_path, text)
+
+
+def test_a_template_has_several_lines(tmp_path: Path) -> None:
+    config = load(tmp_path, '[models.a]\npath = "demo"\nchat_template = """\n{{ messages[0].content }}\n"""')
+
+    assert config.models["a"].chat_template.count("\n") == 1
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("[models.'a b']", "must not contain spaces"),

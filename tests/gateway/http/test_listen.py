@@ -34,6 +34,12 @@ def test_an_address_of_another_machine_is_a_plain_sentence() -> None:
         listen_tcp("192.0.2.1", 0)
 
 
+@pytest.mark.parametrize("host", ["a..b", "x" * 64 + ".example"])
+def test_what_is_no_name_of_a_host_is_a_plain_sentence(host: str) -> None:
+    with pytest.raises(CannotListen, match="is not a name of a host"):
+        listen_tcp(host, 0)
+
+
 def test_a_unix_socket_replaces_a_stale_file_and_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # pytest's own folders are too deep for a socket
     path = Path("admin.sock")

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from gateway.media.host_names import HostNames
-from gateway.media.public_url import Fetcher, is_own, is_public
+from gateway.media.public_url import Fetcher, IPAddress, Resolver, is_own, is_public
 from gateway.media.reference import FetchFailed, TooManyBytes
 from tests.support.scale import patient
 
@@ -159,6 +160,26 @@ async def test_a_name_with_one_private_address_among_public_ones_is_refused() ->
         return ["8.8.8.8", "10.0.0.1"]
 
     assert await refused(Fetcher(both), "http://pictures.example/") == "its host is not on the public internet"
+
+
+async def test_the_addresses_of_a_name_are_bounded_and_checked_beside_the_loop() -> None:
+    checked: list[int] = []
+
+    def check(address: IPAddress) -> bool:
+        checked.append(threading.get_ident())
+        return False
+
+    def answering(count: int) -> Resolver:
+        async def many(host: str, port: int) -> Iterable[str]:
+            return [f"8.8.{at >> 8}.{at & 255}" for at in range(count)]
+
+        return many
+
+    assert await refused(Fetcher(answering(4000), check), "http://a.example/") == "its host has more than 32 addresses"
+    assert not checked
+    assert "public internet" in await refused(Fetcher(answering(32), check), "http://a.example/")
+    assert checked
+    assert threading.get_ident() not in checked
 
 
 async def test_the_address_that_was_checked_is_dialled_whatever_dns_says_next() -> None:

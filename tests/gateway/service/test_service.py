@@ -306,6 +306,22 @@ def test_a_dry_run_prints_everything_and_touches_nothing(tmp_path: Path, manager
     assert not (tmp_path / "home").exists()
 
 
+@pytest.mark.parametrize("manager", ["launchd", "systemd"])
+def test_a_home_that_would_add_lines_to_the_services_file_is_refused(tmp_path: Path, manager: str) -> None:
+    home = tmp_path / "home\nExecStartPre=/bin/true\n#"
+    done = ctl(home, "service", "install", "--dry-run", "--manager", manager)
+
+    assert done.returncode == 1
+    assert "has the control character U+000A" in done.stderr
+    assert "ExecStartPre" not in done.stdout
+
+
+def test_a_configuration_that_is_a_pipe_is_not_read_for_the_service(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "mlxd.toml")
+
+    assert ctl(tmp_path, "service", "install", "--dry-run", "--manager", "systemd").returncode == 0
+
+
 def test_what_is_rendered_holds_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     for manager in ("launchd", "systemd"):

@@ -14,8 +14,8 @@ from tests.support.engine import EngineHarness, spec
 from tests.support.models import build
 from tests.support.scale import scaled
 from tests.support.tiled_attention import tiled
-from worker.attention import seam
 from worker.attention.kernel import LayerKV
+from worker.attention.seam import bound_sums
 from worker.engine.load_checks.self_check import choose
 from worker.model.loader import load
 
@@ -29,7 +29,7 @@ class Counted:
         self.calls: list[tuple[int, tuple[int, ...]]] = []
 
     def __call__(self, queries: mx.array, kv: LayerKV, lengths: mx.array, *others: Any) -> mx.array:
-        self.calls.append((queries.shape[2], tuple(lengths.tolist())))  # pyright: ignore[reportArgumentType]
+        self.calls.append((queries.shape[2], tuple(lengths.tolist()[: len(queries)])))  # pyright: ignore[reportArgumentType, reportIndexIssue]
         return tiled(queries, kv, lengths, *others)
 
 
@@ -60,9 +60,7 @@ def requests() -> list[Generate]:
 @pytest.mark.parametrize(
     ("architecture", "bits"), [("qwen3", 0), ("qwen3", 8), *scaled([("llama", 0)], []), ("gpt_oss", 0)]
 )
-def test_tokens_by_the_kernel_are_those_of_mlx(
-    architecture: str, bits: int, wide: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_by_the_kernel_are_those_of_mlx(architecture: str, bits: int, wide: Callable[[str], Path]) -> None:
     counted = Counted()
     with EngineHarness(spec(wide(architecture), kv_bits=bits)) as engine:
         expected = [result.ids for result in engine.run(requests())]
@@ -80,22 +78,30 @@ def test_without_a_gpu_attention_is_mlx_s(wide: Callable[[str], Path]) -> None:
     assert plan.attention == "mlx"
 
 
-@pytest.mark.parametrize("architecture", ["qwen3"])
-def test_a_kernel_that_is_wrong_is_not_used(architecture: str, wide: Callable[[str], Path]) -> None:
-    """As one that leaves out the last slot of a row."""
+def short(queries: mx.array, kv: LayerKV, lengths: mx.array, *others: Any) -> mx.array:
+    return tiled(queries, kv, mx.maximum(lengths - 1, 0), *others)
 
-    def short(queries: mx.array, kv: LayerKV, lengths: mx.array, *others: Any) -> mx.array:
-        return tiled(queries, kv, mx.maximum(lengths - 1, 0), *others)
 
-    loaded = load(spec(wide(architecture)), nothing)
-    plan = choose(loaded.model, IDS, "auto", attend=short)
+def deaf(queries: mx.array, kv: LayerKV, lengths: mx.array, end: int, *others: Any) -> mx.array:
+    return tiled(queries, kv, lengths, min(end, 4096), *others)
+
+
+def crowded(queries: mx.array, kv: LayerKV, lengths: mx.array, *others: Any) -> mx.array:
+    return tiled(queries, kv, lengths, *others) * (1 + (len(queries) >= 8))
+
+
+@pytest.mark.parametrize("attend", [short, deaf, crowded])
+def test_a_kernel_that_is_wrong_is_not_used(attend: Any, wide: Callable[[str], Path]) -> None:
+    """As one that leaves out the last slot of a row or all beyond the eighth split, or is wrong with eight rows."""
+    loaded = load(spec(wide("qwen3")), nothing)
+    plan = choose(loaded.model, IDS, "auto", attend=attend)
     assert plan.attention.startswith("mlx, because its kernel is off by ")
     assert plan.reason == "", "all else is as before"
 
 
 def test_a_kernel_that_sums_by_the_rows_beside_a_row_is_not_used(wide: Callable[[str], Path]) -> None:
     def uneven(queries: mx.array, kv: LayerKV, lengths: mx.array, *others: Any) -> mx.array:
-        return tiled(queries, kv, lengths, *others) * (1 + 1e-5 * (len(lengths) - 1))
+        return tiled(queries, kv, lengths, *others) * (1 + 1e-5 * (len(queries) - 1))
 
     plan = choose(load(spec(wide("qwen3")), nothing).model, IDS, "auto", attend=uneven)
     assert plan.attention == "mlx, because its kernel gives a row other numbers beside other rows"
@@ -137,11 +143,11 @@ def test_mlx_lm_and_its_modules_stay_as_they_are(wide: Callable[[str], Path]) ->
 
 
 def test_a_pass_whose_sums_would_take_too_much_memory_has_mlx_s_attention(
-    wide: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    wide: Callable[[str], Path],
 ) -> None:
     counted = Counted()
     with EngineHarness(spec(wide("qwen3")), check=partial(choose, attend=counted)) as engine:
         counted.calls.clear()
-        monkeypatch.setattr(seam, "PARTIAL_SUMS_MAX_BYTES", 0)
+        bound_sums(engine.loaded.model, 0)
         assert all(result.ids for result in engine.run(requests()))
     assert not counted.calls

@@ -10,6 +10,7 @@ from typing import Final
 
 from protocol.spec import WorkerSpec
 from protocol.stats import BLOCK
+from worker.attention.seam import bound_sums
 from worker.engine.gauges import Gauges
 from worker.engine.rank_peers import RankPeers
 from worker.engine.scheduling.kept_file import open_kept
@@ -46,6 +47,7 @@ class MemoryLimits:
         partners: RankPeers | None = None,
         journal: BlockEventLog | None = None,
     ) -> None:
+        self._model = loaded.model
         self._gauges = gauges
         self._partners = partners
         self._reuses_prefixes = loaded.plan.reuses_prefixes
@@ -85,6 +87,7 @@ class MemoryLimits:
         if self.features is not None:
             self.features.resize(limits.features)
         self.kv = KvBudget(self.kv_cost, limits.kv, limits.buffers, step)
+        bound_sums(self._model, limits.buffers)
         self._gauges.kv_limit = limits.kv
         self._gauges.kv_blocks = self.kv_cost.blocks(limits.kv + self.cache.budget, BLOCK)
         make_room()

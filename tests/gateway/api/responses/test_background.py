@@ -232,6 +232,29 @@ async def test_what_ended_ones_were_asked_counts_as_their_events_do(
     assert second.status_code == 200
 
 
+async def test_those_of_another_key_take_no_room_of_a_keys_ended_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "ENDED_BYTES_MAX", 200_000)
+    keys = KeyFile(tmp_path / "keys" / "keys.json")
+    secrets = [keys.create(Key(name=name, prefix="", salt="", hash=""))[1] for name in ("a", "b")]
+    mine, other = ({"authorization": f"Bearer {secret}"} for secret in secrets)
+    async with running(tmp_path, ["--step-ms", "1"]) as gateway:
+
+        async def run(headers: dict[str, str], text: str) -> str:
+            made = (await gateway.client.post(PATH, json=asking(5, input=text), headers=headers)).json()["id"]
+            await ended(gateway, made, headers)
+            return f"{PATH}/{made}?stream=true&starting_after=0"
+
+        small = await run(mine, "x")
+        large = [await run(other, "x" * 60_000) for _ in range(4)]
+        await until(lambda: not gateway.app.services.requests.views())
+
+        assert (await gateway.client.get(small, headers=mine)).status_code == 200
+        statuses = [(await gateway.client.get(each, headers=other)).status_code for each in large]
+        assert (statuses[0], statuses[-1]) == (400, 200)
+
+
 async def test_everything_that_it_held_is_given_back(gateway: Gateway) -> None:
     large = "x" * 50_000
     made = (await gateway.client.post(PATH, json=asking(20, input=large))).json()

@@ -317,6 +317,35 @@ async def test_the_limits_of_a_key_hold_for_what_leaves() -> None:
         assert gateway.app.services.ledger.day("k").requests == 5 + 6 + 6
 
 
+@pytest.mark.parametrize("how", [{"ending": "silent"}, {"ending": "stalled", "answer": b'{"choices": ['}])
+async def test_who_leaves_before_the_answer_pays_for_it(how: dict[str, Any]) -> None:
+    async with far(**how) as cloud, door(upstream(cloud.url)) as (gateway, home):
+        key = Key(name="k", prefix="", salt="", hash="", may_leave=True, tpm=100_000)
+        headers = {"x-api-key": KeyFile(keys_path(home)).create(key)[1]}
+        ledger = gateway.app.services.ledger
+        asking = asyncio.create_task(ask(gateway, headers=headers, max_tokens=100))
+        await until(lambda: len(cloud.asked) == 1)
+        asking.cancel()
+        await until(lambda: ledger.day("k").requests == 1)
+
+        assert ledger.day("k").tokens > 100
+
+
+async def test_an_answer_that_does_not_come_is_paid_and_one_that_cannot_be_asked_for_is_not() -> None:
+    async with far(ending="silent") as cloud:
+        slow = upstream(cloud.url, first_byte_s=0.2)
+        async with door(slow, upstream(NOWHERE, name="nowhere")) as (gateway, home):
+            key = Key(name="k", prefix="", salt="", hash="", may_leave=True, tpm=100_000)
+            headers = {"x-api-key": KeyFile(keys_path(home)).create(key)[1]}
+            assert (await ask(gateway, headers=headers, max_tokens=100)).status_code == 503
+            assert gateway.app.services.ledger.day("k").requests == 1
+            assert gateway.app.services.ledger.day("k").tokens > 100
+    async with door(upstream(NOWHERE)) as (gateway, home):
+        headers = {"x-api-key": KeyFile(keys_path(home)).create(key)[1]}
+        assert (await ask(gateway, headers=headers)).status_code == 503
+        assert gateway.app.services.ledger.day("k").requests == 0
+
+
 async def test_tokens_that_cannot_be_are_estimated() -> None:
     async with far() as cloud, door(upstream(cloud.url)) as (gateway, home):
         key = Key(name="k", prefix="", salt="", hash="", may_leave=True, tpm=1000)
