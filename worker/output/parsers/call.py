@@ -41,7 +41,7 @@ _LANGUAGES: Final = markers("json", "JSON", "python", "tool_call", "tool_calls",
 _NOT_IN_KEYS: Final = tuple("\"'{}[](),<")
 # Match brackets that are too many after arguments, or after a whole call in JSON, and as group 1 what begins a further
 # argument there.
-_ARGUMENT_LEFT: Final = re.compile(r"[\s\]})]*([,;:\"'])?")
+_ARGUMENT_LEFT: Final = re.compile(r"[\s\]})]*([,;:{\"'])?")
 FIELD_LEFT: Final = re.compile(r"[\s\]})]*(?:,\s*([\"'])?)?")
 _AFTER_LIMIT: Final = 64
 _NAME = re.compile(r"[\w.\-:/@$]+")

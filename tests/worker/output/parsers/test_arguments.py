@@ -106,6 +106,8 @@ LOST = [
     ("harmony", harmony('{"n": 1} {"s": "a"}')),
     ("mistral", '[TOOL_CALLS]f[ARGS]{"n": 1}, "s": "a"}'),
     ("mistral", '[TOOL_CALLS]f[ARGS]{"n": 1} "s": "a"}'),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"n": 1}{"s": "a"}'),
+    ("gemma4", "call:f{n:1}{s:a}"),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"n": 1}}, "s": "a"}</tool_call>'),
     ("llama3_json", '{"name": "f", "parameters": {"n": 1}},\n "s": "a"}'),
     ("mistral_v3", '[TOOL_CALLS][{"name": "f", "arguments": {"n": 1}}, "s": "a"}]'),
