@@ -9,6 +9,7 @@ from worker.output.parsers.events import ParsedOutput
 from worker.output.parsers.literal import (
     LOOSE,
     LiteralSyntax,
+    gap,
     is_padded,
     is_string_start,
     may_begin_key,
@@ -19,6 +20,7 @@ from worker.output.parsers.literal import (
     token,
     value,
 )
+from worker.output.parsers.quotes import CallSyntax
 from worker.output.parsers.reader import (
     Emit,
     Malformed,
@@ -39,7 +41,7 @@ _LANGUAGES: Final = markers("json", "JSON", "python", "tool_call", "tool_calls",
 _NOT_IN_KEYS: Final = tuple("\"'{}[](),<")
 # Match brackets that are too many after arguments, or after a whole call in JSON, and as group 1 what begins a further
 # argument there.
-_ARGUMENT_LEFT: Final = re.compile(r"[\s\]})]*([,;:\"'])?")
+_ARGUMENT_LEFT: Final = re.compile(r"[\s\]})]*([,;:{\"'])?")
 FIELD_LEFT: Final = re.compile(r"[\s\]})]*(?:,\s*([\"'])?)?")
 _AFTER_LIMIT: Final = 64
 _NAME = re.compile(r"[\w.\-:/@$]+")
@@ -172,11 +174,14 @@ def members(
     r = ctx.r
     emit("{")
     keys: set[str] = set()
+    if dialect.bare and params.is_closed:
+        dialect = dialect._replace(names=frozenset(params.names))
     while True:
-        char = yield from r.space()
-        if keys and char and char in separators(dialect):
+        char = yield from gap(r, dialect)
+        has_separator = not keys or (char != "" and char in separators(dialect))
+        if keys and has_separator:
             r.take(1)
-            char = yield from r.space()
+            char = yield from gap(r, dialect)
         elif keys and char != close:
             needs_comma = close != "}" and not dialect.bare
             if needs_comma or not (yield from may_begin_key(r, char, dialect)):
@@ -186,14 +191,23 @@ def members(
             emit("}")
             return
         key = yield from _member_key(r, params, char, dialect, separator)
-        if key in keys:
+        is_stray = bool(dialect.names) and not has_separator and key not in dialect.names
+        if key in keys or is_stray:
             raise Malformed
         emit((", " if keys else "") + quoted(key) + ": ")
         keys.add(key)
-        if dialect.bare:
-            types = params.types(key)
-            dialect = dialect._replace(keys=frozenset(params.names.keys() - keys), is_text="string" in types)
+        if dialect.bare or dialect.python:
+            dialect = _after_key(dialect, params, key, keys)
         yield from _member_value(r, params, key, emit, dialect)
+
+
+def _after_key(dialect: LiteralSyntax, params: Parameters, key: str, keys: set[str]) -> LiteralSyntax:
+    """Return the notation of the value of `key`, the last of the `keys` so far."""
+    left = frozenset(params.names.keys() - keys)
+    if python := dialect.python:
+        syntax = CallSyntax(python.tools, python.ends, left if params.is_closed else None)
+        return dialect._replace(python=syntax)
+    return dialect._replace(keys=left, is_text="string" in params.types(key))
 
 
 def _member_key(
@@ -216,7 +230,7 @@ def _member_key(
 
 def _member_value(r: MarkupReader, params: Parameters, key: str, emit: Emit, dialect: LiteralSyntax) -> Steps[None]:
     types = params.types(key)
-    char = yield from r.space()
+    char = yield from gap(r, dialect)
     is_string = is_string_start(char, dialect)
     is_fitting = is_string == ("string" in types) and (is_string or not dialect.bare)
     if not types or char in ("{", "[", "(") or is_fitting:
@@ -226,7 +240,7 @@ def _member_value(r: MarkupReader, params: Parameters, key: str, emit: Emit, dia
         word = yield from token(r)
         text = quoted(word) if "string" in types and is_padded(word) else padded(word)
     else:
-        levels = ")" if dialect.is_python else ""
+        levels = ")" if dialect.python else ""
         text = yield from collected(lambda emit: scalar(r, char, emit, dialect, levels))
     if text.startswith('"'):
         emit(coerced_string(text, types))

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from worker.output.parsers.quotes import ends_string
+from worker.output.parsers.quotes import CallSyntax, PythonString, Quote, python_space
 from worker.output.parsers.reader import (
     Emit,
     Malformed,
@@ -47,21 +47,21 @@ _HEX_ESCAPES: Final = {"x": 2, "u": 4, "U": 8}
 class LiteralSyntax(NamedTuple):
     """Notation of values. `delimiter` quotes a raw string (Gemma). `bare` allows keys and values without quotes.
 
-    With `is_python`, the value is part of a Python call, whose strings may contain unescaped quotes. A value without
+    With `python`, the value is part of a Python call, whose strings may contain unescaped quotes. A value without
     quotes ends before one of `ends`, and where a comma is missing before a key: before one of `keys`, and unless it
-    `is_text`, before what looks like a key.
+    `is_text`, before what looks like a key. A comma ends text only before one of `names`, if there are any.
     """
 
     delimiter: str = ""
     bare: bool = False
-    is_python: bool = False
+    python: CallSyntax | None = None
     ends: str = ",}]"
     keys: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
     is_text: bool = False
 
 
 LOOSE: Final = LiteralSyntax()
-PYTHON: Final = LiteralSyntax(is_python=True)
 GEMMA: Final = LiteralSyntax('<|"|>', bare=True)
 FUNCTION_GEMMA: Final = LiteralSyntax("<escape>", bare=True)
 
@@ -120,19 +120,22 @@ def value(r: MarkupReader, emit: Emit, dialect: LiteralSyntax = LOOSE) -> Steps[
     open_: list[_Level] = []
     want_value = True
     while want_value or open_:
-        char = yield from r.space()
+        char = yield from gap(r, dialect)
         if want_value:
             want_value = yield from _begin_value(r, char, emit, open_, dialect)
             continue
         level = open_[-1]
         if char == level.source:
+            if char == ")" and dialect.python and not level.has_comma:
+                raise Malformed  # Python reads this as the value without its brackets.
             r.take(1)
             open_.pop()
             emit(level.target)
             continue
         if char and char in separators(dialect):
+            level.has_comma = True
             r.take(1)
-            char = yield from r.space()
+            char = yield from gap(r, dialect)
         elif level.target != "}" or not (yield from may_begin_key(r, char, dialect)):
             raise stray(char)
         if char != level.source:
@@ -149,6 +152,12 @@ class _Level:
     source: str
     target: str
     keys: set[str] = field(default_factory=set[str])
+    has_comma: bool = False
+
+
+def gap(r: MarkupReader, dialect: LiteralSyntax) -> Steps[str]:
+    """Consume whitespace, and comments in Python; return the character after them, "" at the end of the text."""
+    return (yield from python_space(r) if dialect.python else r.space())
 
 
 def separators(dialect: LiteralSyntax) -> str:
@@ -173,7 +182,7 @@ def _begin_value(r: MarkupReader, char: str, emit: Emit, open_: list[_Level], di
     if len(open_) >= MAX_DEPTH:
         raise Malformed
     source, target = _OPENS[char], _CLOSERS[char]
-    following = yield from r.space()
+    following = yield from gap(r, dialect)
     if following == source:
         r.take(1)
         emit(char.replace("(", "[") + target)
@@ -198,7 +207,7 @@ def _brace(r: MarkupReader, char: str, emit: Emit, open_: list[_Level], dialect:
         return True
     levels = _levels(dialect, [*open_, _Level("}", "}")])
     first = yield from collected(lambda emit: scalar(r, char, emit, dialect, levels, is_key=True))
-    following = yield from r.space()
+    following = yield from gap(r, dialect)
     if following == ":":
         r.take(1)
         key = first if first.startswith('"') else quoted(first)
@@ -212,7 +221,7 @@ def _brace(r: MarkupReader, char: str, emit: Emit, open_: list[_Level], dialect:
 
 def _levels(dialect: LiteralSyntax, open_: list[_Level]) -> str:
     """Return the closing brackets of a Python call, beginning with the call's own; "" if quotes are always escaped."""
-    return ")" + "".join(level.source for level in open_) if dialect.is_python else ""
+    return ")" + "".join(level.source for level in open_) if dialect.python else ""
 
 
 def _key(r: MarkupReader, emit: Emit, dialect: LiteralSyntax, open_: list[_Level]) -> Steps[None]:
@@ -237,7 +246,7 @@ def scalar(
 ) -> Steps[None]:
     """Read a string, number or word that begins with `char`, which is not consumed yet.
 
-    `levels` and `is_key` determine where a string with unescaped quotes ends: see `ends_string`.
+    `levels` and `is_key` determine where a string with unescaped quotes ends: see `PythonString`.
     """
     if dialect.delimiter and char == "<":
         delimiter = markers(dialect.delimiter)
@@ -247,7 +256,8 @@ def scalar(
             raise Malformed
         emit('"')
     elif char in _RUNS:
-        yield from string(r, char, emit, levels, is_key)
+        inner = PythonString(char, levels, is_key, dialect.python) if dialect.python and levels else None
+        yield from string(r, char, emit, inner)
     elif dialect.bare:
         emit((yield from _bare(r, dialect)))
     else:
@@ -263,9 +273,10 @@ def _bare(r: MarkupReader, dialect: LiteralSyntax) -> Steps[str]:
     ends = markers(*dialect.ends, *_GAPS, "<tool_call|>", "<end_function_call>")
     parts: list[str] = []
     start = r.position
-    while (yield from r.until(ends, parts.append, keep=True)) in _GAPS:
+    while (hit := (yield from r.until(ends, parts.append, keep=True))) and hit in (",", *_GAPS):
         is_short = r.position - start <= _WORD_LIMIT
-        if (yield from _ends_word(r, "".join(parts).strip() if is_short else "", dialect)):
+        word = "".join(parts).strip() if is_short else ""
+        if (yield from _ends_at_comma(r, word, dialect) if hit == "," else _ends_word(r, word, dialect)):
             break
         parts.append(r.take(1))
     word = "".join(parts).strip()
@@ -299,6 +310,40 @@ def _ends_word(r: MarkupReader, word: str, dialect: LiteralSyntax) -> Steps[bool
     return not dialect.is_text and ("\n" in gap or ";" in gap or bool(_bare_json(word)))
 
 
+def _ends_at_comma(r: MarkupReader, word: str, dialect: LiteralSyntax) -> Steps[bool]:
+    """Return whether a comma after `word` ends the value, which may be text with commas. Consumes nothing.
+
+    Raises `Malformed` if an undeclared key follows without a space, as a key does in the notation.
+    """
+    if not dialect.names or not dialect.is_text or _bare_json(word) or is_padded(word):
+        return True
+    following = yield from r.ahead(_key_after_comma(r, dialect), _NEXT_KEY_LIMIT)
+    if following is None:
+        return False
+    is_spaced, key = following
+    if not key or key in dialect.names:
+        return True
+    if not is_spaced and key.isidentifier():
+        raise Malformed
+    return False
+
+
+def _key_after_comma(r: MarkupReader, dialect: LiteralSyntax) -> Steps[tuple[bool, str]]:
+    """Return the key that follows a comma, "" if it has quotes or a bracket follows, and whether a space precedes it.
+
+    Raises `Malformed` if text without a key follows.
+    """
+    r.take(1)
+    is_spaced = (yield from r.peek()).isspace()
+    char = yield from r.space()
+    if not char or char in dialect.ends or is_string_start(char, dialect):
+        return is_spaced, ""
+    key, hit = yield from r.capture(_KEY_END, _NEXT_KEY_LIMIT)
+    if hit not in ":=":
+        raise Malformed
+    return is_spaced, key.strip()
+
+
 def token(r: MarkupReader) -> Steps[str]:
     """Read a run of characters that may be a number or word."""
     parts: list[str] = []
@@ -311,39 +356,51 @@ def token(r: MarkupReader) -> Steps[str]:
         yield
 
 
-def string(r: MarkupReader, quote: str, emit: Emit, levels: str = "", is_key: bool = False) -> Steps[None]:
+def string(r: MarkupReader, quote: str, emit: Emit, inner: PythonString | None = None) -> Steps[None]:
     """Read a string in `quote`s, or in three of them as in Python, and emit it as JSON.
 
-    With `levels`, a quote after which the call cannot continue belongs to the string.
+    With `inner`, only a quote that it takes for the end ends the string.
     """
-    opening = yield from r.peek(3)
-    size = 3 if opening == quote * 3 else 1
-    r.take(size)
+    if (yield from r.peek(3)) == quote * 3:
+        quote *= 3
+    if inner:
+        inner.quote = quote
+    r.take(len(quote))
     emit('"')
-    run = _RUNS[quote]
+    run = _RUNS[quote[0]]
     while True:
-        match = run.match(r.buf, r.at)
-        if match:
+        if match := run.match(r.buf, r.at):
             text = r.take(len(match[0]))
-            emit(text.replace('"', '\\"') if quote == "'" else text)
-        char = yield from r.peek()
-        if not char:
+            emit(text.replace('"', '\\"') if quote[0] == "'" else text)
+        elif not (char := (yield from r.peek())):
             raise Malformed
-        if char == "\\":
+        elif char == "\\":
             r.take(1)
-            emit((yield from _escape(r)))
-        elif char == quote:
-            if size == 1:
-                is_end = not levels or (yield from ends_string(r, levels, is_key))
-            else:
-                is_end = (yield from r.peek(3)) == quote * 3
-            if is_end:
-                r.take(size)
-                break
-            emit(escaped(r.take(1)))
-        elif char < " ":
-            emit(escaped(r.take(1)))
+            emit(text := (yield from _escape(r)))
+            if inner:
+                inner.note_escape(text)
+            continue
+        elif (yield from r.peek(len(quote))) != quote:
+            emit(escaped(text := r.take(1)))
+        elif inner is None or (meaning := (yield from inner.meaning(r))) is Quote.END:
+            r.take(len(quote))
+            break
+        elif meaning is Quote.JOIN:
+            r.take(len(quote))
+            yield from _next_part(r, quote)
+            continue
+        else:
+            emit(escaped(text := r.take(1)))
+        if inner:
+            inner.note(text)
     emit('"')
+
+
+def _next_part(r: MarkupReader, quote: str) -> Steps[None]:
+    """Read up to the next part of a string that has several, each in quotes."""
+    yield from r.space()
+    if not (yield from r.literal(markers(quote))) or (len(quote) == 1 and (yield from r.peek()) == quote):
+        raise Malformed
 
 
 def _escape(r: MarkupReader) -> Steps[str]:

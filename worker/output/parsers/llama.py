@@ -1,13 +1,25 @@
 """Llama 3's calls: a JSON object anywhere in the text or after `<|python_tag|>`, or `name.call(…)` after that tag."""
 
+import re
 from dataclasses import dataclass
 from typing import Final
 
-from worker.output.parsers.call import FENCE, NAME_LIMIT, ParserContext, begin, checked, end, members
+from worker.output.parsers.call import (
+    FENCE,
+    NAME_LIMIT,
+    ParserContext,
+    begin,
+    checked,
+    end,
+    members,
+    refuse_continuation,
+)
 from worker.output.parsers.json_calls import JsonCalls
 from worker.output.parsers.literal import quoted
 from worker.output.parsers.reader import Malformed, Steps, markers
 
+# Matches what follows a call on its line, which may be a part of its arguments, as group 1.
+_LINE_LEFT: Final = re.compile(r"[^\S\n]*([^\s<])?")
 _JSON: Final = JsonCalls((), bare=True)
 
 
@@ -30,6 +42,7 @@ class LlamaCalls:
             yield from r.literal(markers(".call("))
             params = begin(ctx, checked("".join(parts)))
             yield from members(ctx, params, ctx.out.args, close=")", separator=markers("="))
+            yield from refuse_continuation(r, _LINE_LEFT)
             end(ctx)
             return
         if not code:

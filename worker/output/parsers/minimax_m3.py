@@ -149,11 +149,11 @@ def _json(node: _Node, schema: ValueSchema) -> str:
         return coerced(text, types)
     if node.has_text:
         raise Malformed  # the text would be lost
-    is_list = not types or "array" in types
     tags = {child.tag for child in node.children}
-    if is_list and (tags == {"item"} or (types and len(tags) == 1 and "object" not in types)):
+    is_list, is_object = "array" in types, "object" in types
+    if (tags == {"item"} and (is_list or not is_object)) or (len(tags) == 1 and is_list and not is_object):
         return _array([_json(child, schema.items) for child in node.children])
-    return _object(node, schema, tags)
+    return _object(node, schema)
 
 
 def _is_text(types: Types) -> bool:
@@ -164,9 +164,7 @@ def _array(items: list[str]) -> str:
     return "[" + ", ".join(items) + "]"
 
 
-def _object(node: _Node, schema: ValueSchema, tags: set[str]) -> str:
-    if tags == {"item"}:
-        return _array([_json(child, schema.items) for child in node.children])
+def _object(node: _Node, schema: ValueSchema) -> str:
     members = schema.members({child.tag: child.source for child in node.children})
     values: dict[str, list[str]] = {}
     for child in node.children:

@@ -14,8 +14,8 @@ from worker.output.parsers.call import (
     read_name,
 )
 from worker.output.parsers.json_calls import JsonCalls
-from worker.output.parsers.literal import PYTHON
-from worker.output.parsers.quotes import has_lost_argument
+from worker.output.parsers.literal import LiteralSyntax
+from worker.output.parsers.quotes import CallSyntax, follows_call, python_space
 from worker.output.parsers.reader import Malformed, MarkupReader, Steps, markers
 
 _NAME_START = re.compile(r"[^\W\d]")
@@ -27,7 +27,7 @@ _KEYWORDS_BEGUN = re.compile(r"\(\s*(?:\w+\s*=?)?")
 @dataclass(frozen=True, slots=True)
 class PythonCalls:
     """Notation of a list of calls: in brackets or, between markers, one call per line. With `bare`, the list is the
-    whole message."""
+    whole message, and `ends` only end a broken call."""
 
     starts: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
@@ -35,9 +35,10 @@ class PythonCalls:
 
     def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
         r = ctx.r
-        char = yield from r.space()
+        # Text may begin with a heading, which is no comment.
+        char = yield from r.space() if self.bare else python_space(r)
         if is_fenced := self.bare and (yield from fence(ctx, hit)):
-            char = yield from r.space()
+            char = yield from python_space(r)
         yield from self._list(ctx, hit, char)
         if is_fenced:
             yield from end_fence(ctx)
@@ -47,7 +48,7 @@ class PythonCalls:
         is_list = char == "["
         if is_list:
             r.take(1)
-            char = yield from r.space()
+            char = yield from python_space(r)
             if char == "]" and not self.bare:
                 # The list contains no calls.
                 yield from self._close(r)
@@ -60,10 +61,10 @@ class PythonCalls:
             return
         while True:
             yield from self._one(ctx)
-            char = yield from r.space()
+            char = yield from python_space(r)
             if char and char in ",;":
                 r.take(1)
-                char = yield from r.space()
+                char = yield from python_space(r)
             if not _NAME_START.match(char) or (self.bare and not is_list):
                 break
             if self.bare and char == "]":
@@ -72,7 +73,7 @@ class PythonCalls:
 
     def _close(self, r: MarkupReader) -> Steps[None]:
         yield from r.literal(markers("]"))
-        if self.ends:
+        if not self.bare:
             yield from r.space()
             yield from r.literal(markers(*self.ends))
 
@@ -86,7 +87,9 @@ class PythonCalls:
         yield from expect_keywords(ctx.r, _KEYWORDS, _KEYWORDS_BEGUN)
         params = begin(ctx, name)
         ctx.r.take(1)
-        yield from members(ctx, params, ctx.out.args, PYTHON, close=")", separator=markers("="))
-        if (yield from has_lost_argument(ctx.r)):
+        syntax = CallSyntax(ctx.tools, () if self.bare else self.ends)
+        dialect = LiteralSyntax(python=syntax)
+        yield from members(ctx, params, ctx.out.args, dialect, close=")", separator=markers("="))
+        if not (yield from follows_call(ctx.r, syntax)):
             raise Malformed
         end(ctx)

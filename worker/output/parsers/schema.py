@@ -29,6 +29,7 @@ _LITERALS: Final[dict[type, str]] = {
     type(None): "null",
 }
 _UNIONS: Final = ("anyOf", "oneOf", "allOf")
+_OPEN: Final = frozenset({*_UNIONS, "$ref", "if", "patternProperties"})
 _MAX_DEPTH: Final = 16
 # Maximum number of alternatives of one value; schemas come from clients.
 _ALTERNATIVES_MAX: Final = 64
@@ -55,6 +56,13 @@ class Tools:
         """Return the declared name that `name` stands for: see `declared_name`. Return `name` if there is none."""
         return declared_name(name, self._schemas)
 
+    def allows(self, name: str, key: str) -> bool:
+        """Return whether tool `name` is declared, in any spelling, and may have the argument `key` (or any, if it is
+        empty). Without tools, everything is allowed."""
+        name = self.declared(name)
+        params = self.parameters(name)
+        return not self or (name in self and (not key or not params.is_closed or key in params.names))
+
     def parameters(self, name: str) -> "Parameters":
         return Parameters(self._schemas.get(name, {}))
 
@@ -71,6 +79,9 @@ class Parameters:
     def __init__(self, schema: Schema, root: Schema | None = None) -> None:
         self._root = schema if root is None else root
         self.names: Schema = mapping(schema.get("properties"))
+        # Whether the schema names all parameters. A tool without any may have been declared without its schema.
+        is_open = schema.get("additionalProperties", False) is not False or not _OPEN.isdisjoint(schema)
+        self.is_closed = bool(self.names) and not is_open
 
     def types(self, name: str) -> Types:
         """Return the JSON types that parameter `name` may have; empty if unknown."""

@@ -212,3 +212,27 @@ def test_a_second_tag_of_a_text_of_a_minimax_m3_call_is_its_text() -> None:
 def test_a_minimax_m3_call_may_have_its_arguments_as_json() -> None:
     raw = m3().replace('"write">', '"write">{"path": "a"}')
     assert read("minimax_m3", raw) == ([("write", '{"path": "a"}')], "", 0)
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "object", "properties": {"item": {"type": "string"}}}, {"item": "a"}),
+        ({"type": "object"}, {"item": "a"}),
+        ({"type": ["object", "null"]}, {"item": "a"}),
+        ({"type": "array", "items": {"type": "string"}}, ["a"]),
+        ({"type": ["array", "object"]}, ["a"]),
+        ({}, ["a"]),
+    ],
+)
+def test_an_item_in_a_minimax_m3_call_is_a_property_where_the_schema_wants_an_object(
+    schema: dict[str, Any], value: Any
+) -> None:
+    mark = "]<]minimax[>["
+    raw = m3(("path", f"{mark}<item>a{mark}</item>"))
+    tools = [{"name": "write", "parameters": {"properties": {"path": schema}}}]
+    case = Case("", "minimax_m3", raw, "", "", [], tools, False)
+    events, malformed = replay(case)
+    assert [json.loads(call.arguments) for call in calls_of(events)] == [{"path": value}]
+    assert malformed == 0
+    assert replay(case, range(1, len(raw))) == (events, malformed)
