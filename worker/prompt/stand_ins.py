@@ -161,6 +161,8 @@ class QuotedMarkers:
     def _text(self, place: str, text: str, quoted: list[str]) -> str:
         markers = self._markers if place in _PLACES_OF_ANSWERS else _REASONING_MARKERS
         present = [marker for marker in markers if marker in text]
+        if not present:
+            return text
         pairs = [pair for pair in _REASONING if all(marker in present for marker in pair)]
         units = [*((marker,) for marker in present), *pairs]
         dropping = {marker for unit in units if self._is_dropping(place, unit) for marker in unit}
