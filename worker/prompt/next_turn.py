@@ -20,7 +20,9 @@ from worker.engine.row import Row, RowStats, RowText
 from worker.errors import RequestInvalid
 from worker.output.detokenize import Vocabulary
 from worker.output.parsers.events import Event
+from worker.output.parsers.families import FAMILIES
 from worker.output.parsers.parser import Parser
+from worker.output.parsers.think_and_calls import MarkupGrammar
 from worker.output.stops import StopScanner
 from worker.prefix_cache.radix_tree import common_prefix
 from worker.prompt.family import ModelFamily
@@ -63,7 +65,7 @@ class NextTurnPrompts:
         chat = answered.prompt
         assert isinstance(chat, ChatPrompt)
         parser, _ = self._family.parser(chat, self._render(chat), id_seed=f"{prompt.rid}:{prompt.seed}")
-        turn = assistant_turn(self._events(answered, parser))
+        turn = _with_start(assistant_turn(self._events(answered, parser)), self._family.family)
         first, second = (
             np.array(self._encode(_continued(chat, turn, text)), dtype=np.int32) for text in _UNKNOWN_TEXTS
         )
@@ -89,6 +91,18 @@ def assistant_turn(events: Sequence[Event]) -> dict[str, Any]:
     if reasoning:
         turn["reasoning_content"] = reasoning
     return turn
+
+
+def _with_start(turn: dict[str, Any], family: str) -> dict[str, Any]:
+    """Write the start of the reasoning into an answer that has only the end, on a line of its own. Clients leave such
+    reasoning out, and so does the template."""
+    grammar = FAMILIES[family].grammar
+    think = grammar.think if isinstance(grammar, MarkupGrammar) else None
+    content = turn["content"]
+    if think is None or any(start in content for start in think.starts):
+        return turn
+    is_ended = any(f"\n{end}\n" in f"{content}\n" for end in think.ends)
+    return {**turn, "content": f"{think.starts[0]}\n{content}"} if is_ended else turn
 
 
 def _text(events: Sequence[Event], kind: DeltaKind, index: int | None = None) -> str:

@@ -45,6 +45,7 @@ from worker.prompt.rewrites import (
     unchanged,
 )
 from worker.prompt.simple_tools import simple_tools
+from worker.prompt.stand_ins import QuotedMarkers, marked, opening_of, with_quoted, with_words
 from worker.prompt.time_limit import RENDERING
 from worker.prompt.turn_repairs import (
     DROPPED_TURNS,
@@ -53,7 +54,6 @@ from worker.prompt.turn_repairs import (
     Repair,
     last_calls_answered,
 )
-from worker.prompt.words_before_calls import marked, opening_of, with_words
 from worker.vision.markers import MediaMarkers
 
 # Errors that template code raises for unexpected messages.
@@ -99,6 +99,7 @@ class Renderer:
         self._dropped_repairs = [repair for repair, chat in DROPPED_TURNS if self._drops(chat, repair)]
         self._adaptations = tuple(adapt for adapt in ADAPTATIONS if not self._loses_system(adapt)) or ADAPTATIONS
         self._turn_repairs = self._choose_turn_repairs()
+        self._quoted = QuotedMarkers(self._templates.texts, self._adapted)
         # Kinds of media that the template renders in a user's message.
         self.shown = frozenset(kind for kind in (markers.by_kind if markers else ()) if self._shows("user", kind))
         # Roles whose media the template does not render.
@@ -172,8 +173,9 @@ class Renderer:
                 # An empty turn that is to be continued may be left out of the shape.
                 is_left_out = prompt.continue_final and shape[-1]["role"] != prompt.messages[-1]["role"]
                 shown = structs.replace(prompt, tools=tools, continue_final=prompt.continue_final and not is_left_out)
+                turns, quoted = self._quoted.hidden(shape, shown.continue_final)
                 try:
-                    text = self._render(shape, shown, opens_answer or is_left_out)
+                    text = with_quoted(self._render(turns, shown, opens_answer or is_left_out), quoted)
                     return text, self._order(prompt.messages, shape, text)
                 except REFUSALS as error:
                     first = first or error
@@ -372,10 +374,14 @@ class Renderer:
     def _keeps(self, chat: Messages, adaptations: Sequence[Callable[[Messages], Messages]]) -> bool | None:
         """Return whether the template renders the tool and all words of a chat, with the first adaptation that it
         takes; None if it takes none."""
+        text = self._adapted(chat, [NAMED_TOOL], adaptations)
+        return None if text is None else all(word in text for word in WORD.findall(repr([chat, NAMED_TOOL])))
+
+    def _adapted(self, chat: Messages, tools: Sequence[Any], adaptations: Sequence[Repair] = ()) -> str | None:
+        """Render a chat with the first adaptation that the template takes; None if it takes none."""
         turns = self._with_calls(chat)
-        texts = (self._try(adapt(turns), [NAMED_TOOL]) for adapt in adaptations)
-        text = next((text for text in texts if text is not None), None)
-        return None if text is None else all(word in text for word in WORD.findall(repr([turns, NAMED_TOOL])))
+        texts = (self._try(adapt(turns), tools) for adapt in adaptations or self._adaptations)
+        return next((text for text in texts if text is not None), None)
 
     def _mentions(self, name: str) -> bool:
         return any(re.search(rf"\b{name}\b", template) for template in self._templates.texts)

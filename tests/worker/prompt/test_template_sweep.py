@@ -126,6 +126,47 @@ def test_a_template_takes_turns_in_every_order_and_keeps_their_words(path: Path)
         assert [word for word in wanted if word not in text] == [], (head + letters, len(tools))
 
 
+# Markers that templates look for in texts: they split a text there, remove the marker or refuse the text.
+MARKERS = (
+    *("<think>", "</think>", "</mm:think>", "<|channel>", "<channel|>", "[BEGIN FINAL RESPONSE]", "<tool_sep>"),
+    *("</assistant>", "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+    *("<tool_response>", "</tool_response>"),
+)  # fmt: skip
+
+
+def quoting(marker: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
+    """A conversation whose texts quote a marker, its tool, and the texts that must be in the prompt as they are."""
+    texts = [
+        f"{place}-1 {marker} {place}-2 {marker} {place}-3" for place in ("ANSWER", "WORDS", "VALUE", "NESTED", "NAME")
+    ]
+    answer, beside, value, nested, key = texts
+    system, user, result, last = (f"{place}-1 {marker} {place}-2" for place in ("SYSTEM", "USER", "RESULT", "LAST"))
+    call, told = called(("get_weather", msgspec.json.encode({"city": value, key: [nested]}).decode()))
+    messages = [
+        {"role": "system", "content": system},
+        {"role": "user", "content": user},
+        {"role": "assistant", "content": answer, "reasoning_content": f"thought {marker} thought"},
+        USER,
+        {**call, "content": beside},
+        {**told, "content": result},
+        *NEXT,
+        {"role": "assistant", "content": last},
+        USER,
+    ]
+    return messages, TOOLS, [*texts, system, user, result, last]
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_a_template_keeps_texts_that_quote_the_markers_of_templates(path: Path) -> None:
+    tokenizer = Tokenizer(path.read_text(encoding="utf-8"))
+    tokenizer.special_tokens_map = {"bos_token": "<s>", "eos_token": "</s>"}
+    renderer = Renderer(tokenizer)
+    for marker in MARKERS:
+        messages, tools, texts = quoting(marker)
+        text = renderer.render(prompt_of(messages, tools))
+        assert [each for each in texts if each not in text] == [], marker
+
+
 # How the templates of models that take images mark one.
 IMAGES = (
     "<|image_pad|>", "<image>", "[IMG]", "<|image|>", "<|media_pad|>", "<|patch|>", "<im_patch>", "<|IMG_PATCH|>",

@@ -295,3 +295,81 @@ def test_a_template_that_refuses_in_the_end_is_rendered_once_for_each_shape(temp
     with pytest.raises(RequestInvalid, match="no"):
         renderer.render(prompt)
     assert renderer.renders - before <= renders
+
+
+ANSWERS = "{%- for m in messages %}{{- '[' + m.role + ']' }}{%- set c = m.content or '' %}"
+SPLITS = ANSWERS + "{{- c.split('</think>')[-1] if m.role == 'assistant' else c }}" + CALLS + "{%- endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("shown", "marker"),
+    [
+        ("{{- c.split('</think>')[-1] }}", "</think>"),
+        ("{{- c.split('</think>')[0] }}", "</think>"),
+        ("{{- c.split('</{}>'.format('think'))[-1] }}", "</think>"),
+        ("{{- c.split('</mine{}>'.format(''))[-1] }}", "</mine>"),
+        ("{{- c.replace('<channel|>', '') }}", "<channel|>"),
+        ("{{- c.split('\\n[FINAL]\\n')[-1] }}", "\n[FINAL]\n"),
+        ("{{- c.split('</think>')[-1] if '<think>' in c and '</think>' in c else c }}", "<think> and </think>"),
+        ("{%- if '<|final|>' in c %}{{ raise_exception('a marker') }}{% endif %}{{- c }}", "<|final|>"),
+        ("{{- c if loop.last else c.split('</think>')[-1] }}", "</think>"),
+        ("{{- (c.split('</think>')[-1] if m.reasoning_content else c) }}", "</think>"),
+    ],
+)
+def test_an_answer_that_quotes_a_marker_of_the_template_is_rendered_as_it_was_sent(shown: str, marker: str) -> None:
+    answer = f"Before{marker}it, and{marker}behind."
+    messages = [CONVERSATION[1], {"role": "assistant", "content": answer, "reasoning_content": "hm"}, CONVERSATION[1]]
+    assert f"[assistant]{answer}[user]" in render(ANSWERS + shown + "{%- endfor %}", messages)
+
+    parts = [{"type": "text", "text": answer}, {"type": "text", "text": " More."}]
+    in_parts = [CONVERSATION[1], {"role": "assistant", "content": parts, "reasoning_content": "hm"}, CONVERSATION[1]]
+    joined = "{%- set c = c if c is string else c | map(attribute='text') | join %}"
+    assert f"[assistant]{answer} More.[user]" in render(ANSWERS + joined + shown + "{%- endfor %}", in_parts)
+
+
+def test_reasoning_with_which_an_answer_begins_is_the_templates_business() -> None:
+    own = {"role": "assistant", "content": "<think>\nthought\n</think>\n\nSaid </think> twice."}
+    text = render(SPLITS, [CONVERSATION[1], own, CONVERSATION[1]])
+    assert text == "[user]weather?[assistant]\n\nSaid </think> twice.[user]weather?"
+
+    opened = {"role": "assistant", "content": "<think>\nthought"}
+    template = ANSWERS + (
+        "{{- '[reasons]' if '<think>' in c }}{{- c if loop.last else c.replace('<think>', '') }}{%- endfor %}"
+    )
+    text = render(template, [CONVERSATION[1], opened], continue_final=True)
+    assert text.endswith("[assistant][reasons]<think>\nthought")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{- (tools or []) | length }}" + SPLITS.replace(CALLS, ""),  # drops calls, which are written into the content
+        SPLITS.replace("ARGUMENTS", "(c.function.arguments | tojson).split('</think>')[-1]"),
+        SPLITS.replace("ARGUMENTS", "(c.function.arguments | string).split('</think>')[-1]"),
+        PLAIN.replace("(m.content or '')", "(m.content or '').split('</think>')[-1]"),  # without tools
+    ],
+)
+def test_a_call_whose_arguments_quote_a_marker_of_the_template_is_rendered_whole(template: str) -> None:
+    arguments = {"city": "Oslo </think> or", "k </think> y": ["deep </think> in"]}
+    calls = [{**CONVERSATION[2]["tool_calls"][0], "function": {"name": "get_weather", "arguments": arguments}}]
+    messages = [*CONVERSATION[:2], {**CONVERSATION[2], "tool_calls": calls}, CONVERSATION[3], CONVERSATION[1]]
+    text = render(template, messages, tools=[WEATHER])
+    assert '{"city": "Oslo </think> or", "k </think> y": ["deep </think> in"]}' in text
+
+
+def test_what_a_template_does_with_markers_that_it_keeps_is_left_to_it() -> None:
+    members = (
+        "{%- for k, v in c.function.arguments.items() %}{{- k + '=' + ('<![CDATA[' + v + ']]>' if '<' in v else v) }}"
+    )
+    calls = "{%- for c in m.tool_calls or [] %}" + members + "{%- endfor %}{%- endfor %}"
+    template = TOOLS + calls + "{%- endfor %}"
+    function = {"name": "get_weather", "arguments": {"city": "<b>"}}
+    messages = [*CONVERSATION[:2], {**CONVERSATION[2], "tool_calls": [{"id": "call_abc", "function": function}]}]
+    assert render(template, messages, tools=[WEATHER]).endswith("[assistant]city=<![CDATA[<b>]]>")
+
+
+def test_a_switch_in_a_users_message_is_left_to_the_template_but_not_a_marker_with_the_same_letters() -> None:
+    template = (
+        "{%- for m in messages %}{{- '[' + m.role + ']' + (m.content or '').replace('/think', '') }}{%- endfor %}"
+    )
+    assert render(template, [{"role": "user", "content": "a </think> b /think"}]) == "[user]a </think> b "

@@ -16,19 +16,31 @@ from worker.output.parsers.call import (
     expect_end,
     json_arguments,
 )
-from worker.output.parsers.reader import Malformed, Steps, markers
+from worker.output.parsers.reader import Malformed, MarkerSet, MarkupReader, Steps, markers
 from worker.output.parsers.xml_notation import XmlNotation
 
-_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_MESSAGE: Final = "<|message|>"
 _NON_TOOL_RECIPIENTS: Final = frozenset({"assistant", "user", "all", "self"})
-_MESSAGE: Final = markers("<|message|>")
+_START: Final = "<|start|>"
+_CHANNEL: Final = "<|channel|>"
+_MESSAGES: Final = markers(_MESSAGE)
+_TO: Final = markers("to=", "to =")
+_TOOL: Final = "functions."
+_QUOTES: Final = markers('"', "'")
+_WORD: Final = re.compile(r"[\w.\-:/@$]+")
+# A channel may be written together with a capital letter that follows it.
+_CHANNELS: Final = ("analysis", "commentary", "final")
+_KNOWN_CHANNEL: Final = re.compile(rf"(?:{'|'.join(_CHANNELS)})(?![a-z0-9_])")
+_TYPES: Final = ("json", "code", "text")
+_ROLES: Final = ("assistant", "user", "system", "developer", "tool")
+_WORDS: Final = markers("assistant", *_CHANNELS, *_TYPES)
+_KNOWN: Final = {_START: _ROLES, _CHANNEL: _CHANNELS}
 
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """Markup of messages. `header` begins a header, a marker of `ends` ends a message; `body` is the format of calls,
-    JSON if it is None.
+    """Markup of messages. The markers of `header` are parts of a header, a marker of `ends` ends a message; `body` is
+    the format of calls, JSON if it is None.
     """
 
     header: tuple[str, ...]
@@ -38,10 +50,154 @@ class Channels:
 
 
 HARMONY: Final = Channels(
-    ("<|start|>", "<|channel|>", " to=", "to=", "<|constrain|>", "<|message|>"),
+    ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE),
     ("<|end|>", "<|call|>", "<|return|>"),
     reasoning_end="<|end|><|start|>assistant<|channel|>final<|message|>",
 )
+
+
+@dataclass(slots=True)
+class _Header:
+    """Header of one message. Of several channels and recipients, the last ones count."""
+
+    channel: str = ""
+    recipient: str = ""
+    dropped: int = 0  # how many recipients are tools, and are followed by another recipient
+
+    @property
+    def is_for_tool(self) -> bool:
+        return self.recipient not in ("", *_NON_TOOL_RECIPIENTS)
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self.recipient == "self" or (not self.is_for_tool and self.channel == "analysis")
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """Part of a header: its length with the whitespace before it, and what it says."""
+
+    size: int
+    marker: str = ""
+    channel: str = ""
+    recipient: str = ""
+
+
+class _HeaderReader:
+    """Reader of headers, whose markers are `tokens`. A header ends with `<|message|>`, or where its next word cannot be
+    a part of it: models leave the marker out, and the message then begins with that word.
+    """
+
+    def __init__(self, r: MarkupReader, tokens: MarkerSet, ends: MarkerSet) -> None:
+        self._r = r
+        self._tokens = tokens
+        self._ends = ends
+        self._next = markers(*(token for token in tokens.words if token != _START))
+
+    def opening(self) -> Steps[_Header | None]:
+        """Read a header whose first marker is missing, such as ` to=functions.f<|channel|>commentary<|message|>`.
+
+        Returns None, and consumes nothing, if there is none.
+        """
+        recipient = yield from self._r.ahead(self._opening(), NAME_LIMIT)
+        if recipient is None:
+            return None
+        return (yield from self.read(_START, _Header()))
+
+    def read(self, marker: str, header: _Header) -> Steps[_Header]:
+        """Read the header that begins with `marker`, which is consumed."""
+        r = self._r
+        while marker != _MESSAGE:
+            item = yield from r.ahead(self._item(marker, header), NAME_LIMIT)
+            if item is None:
+                yield from r.space()
+                return header
+            r.take(item.size)
+            marker = item.marker
+            header.channel = item.channel or header.channel
+            if item.recipient:
+                header.dropped += header.is_for_tool and header.recipient != item.recipient
+                header.recipient = item.recipient
+        while (yield from r.literal(_MESSAGES)):
+            pass
+        return header
+
+    def _opening(self) -> Steps[str]:
+        """Look for a role, channel or recipient before a marker. Raises `Malformed`."""
+        r = self._r
+        recipient, is_open = "", False
+        while True:
+            char = yield from r.space()
+            named = (yield from self._recipient()) if char == "t" else ""
+            if not named and not (yield from r.literal(_WORDS)):
+                break
+            recipient, is_open = named or recipient, True
+        if not is_open:
+            raise Malformed
+        if not (yield from r.literal(self._next)) and not (char == "{" and recipient.startswith(_TOOL)):
+            raise Malformed
+        return recipient
+
+    def _item(self, after: str, header: _Header) -> Steps[_Item]:
+        """Look for the next part of a header, after the marker `after`. Raises `Malformed` if it is over."""
+        r, start = self._r, self._r.position
+        char = yield from r.space()
+        if marker := (yield from r.literal(self._next)):
+            return _Item(r.position - start, marker)
+        if char == "t" and (recipient := (yield from self._recipient())):
+            return _Item(r.position - start, recipient=recipient)
+        begin = r.position
+        word = yield from self._word()
+        if after == _CHANNEL and (known := _KNOWN_CHANNEL.match(word)):
+            return _Item(begin - start + known.end(), channel=known[0])
+        size = r.position - start
+        if not (yield from self._is_part(word, after, header)):
+            raise Malformed
+        if word.startswith(_TOOL) and after != _START:
+            return _Item(size, recipient=word)
+        return _Item(size, channel=word if after == _CHANNEL or word in _CHANNELS else "")
+
+    def _is_part(self, word: str, after: str, header: _Header) -> Steps[bool]:
+        """Return whether a word is a part of the header: a known one, or one with a further part behind it."""
+        r, known = self._r, _KNOWN.get(after, _TYPES)
+        char = yield from r.space()
+        if not char:
+            return bool(after) and (word in known or (r.is_cut and any(each.startswith(word) for each in known)))
+        if (yield from r.literal(self._ends)):
+            return bool(after) and word in known
+        is_before_part = bool((yield from r.literal(self._next)))
+        if is_before_part or (char == "t" and bool((yield from self._recipient()))):
+            return bool(after) or header.is_for_tool or word in (*known, *_CHANNELS) or word.startswith(_TOOL)
+        if char == "{":
+            return word.startswith(_TOOL) or (word in known and (bool(after) or header.is_for_tool))
+        return word in known and after == _START
+
+    def _recipient(self) -> Steps[str]:
+        """Read `to=NAME`; return "" if it is not there."""
+        r = self._r
+        if not (yield from r.literal(_TO)):
+            return ""
+        yield from r.space()
+        quote = yield from r.literal(_QUOTES)
+        word = yield from self._word()
+        if quote:
+            yield from r.literal(markers(quote))
+        return word
+
+    def _word(self) -> Steps[str]:
+        """Read a word. Raises `Malformed` if there is none, or if it is longer than any name."""
+        r = self._r
+        while True:
+            match = _WORD.match(r.buf, r.at)
+            end = match.end() if match else r.at
+            if end - r.at > NAME_LIMIT:
+                raise Malformed
+            if end < len(r.buf) or r.ended:
+                break
+            yield
+        if not match:
+            raise Malformed
+        return r.take(end - r.at)
 
 
 class ChannelMessages:
@@ -51,53 +207,50 @@ class ChannelMessages:
         self._ctx = ctx
         self._channels = channels
         self._parse_tools = parse_tools
-        self._header = markers(*channels.header)
-        tokens = [word for word in channels.header if word.startswith("<")]
-        self._stop = markers(*channels.ends, *tokens)
+        self._stop = markers(*channels.ends, *channels.header)
         body = channels.body.starts if channels.body and parse_tools else ()
         self._value_end = channels.body.param_end if isinstance(channels.body, XmlNotation) and parse_tools else ""
-        self._text = markers(*channels.ends, *tokens, *body, self._value_end)
+        self._text = markers(*channels.ends, *channels.header, *body, self._value_end)
+        self._tokens = markers(*channels.header)
+        self._headers = _HeaderReader(ctx.r, self._tokens, markers(*channels.ends))
 
     def read(self, in_reasoning: bool) -> Steps[None]:
         """Parse the whole output. `in_reasoning` means that the prompt has opened an analysis message."""
-        r, out = self._ctx.r, self._ctx.out
-        hit = ""
+        r = self._ctx.r
+        hit, header = "", _Header("analysis" if in_reasoning else "")
         if in_reasoning:
-            out.open_reasoning()
-            hit = yield from r.until(self._stop, out.reasoning)
-            out.end_reasoning()
+            hit = yield from self._body(header)
         while True:
-            if not hit or hit in self._channels.ends:
-                hit = yield from r.literal(self._header)
-            header = ""
-            if hit and hit != "<|message|>":
-                parts = [hit]
-                if not (yield from r.until(_MESSAGE, parts.append, NAME_LIMIT)):
-                    # No header follows. The marker's tokens are dropped as markup, unless the marker consists of words.
-                    out.text(hit if hit.strip().startswith("to=") else "")
-                    out.text("".join(parts[1:]) if not r.ended or hit.strip().startswith("to=") else "")
-                    parts = [""]
-                header = "".join(parts)
+            # A second `<|message|>` continues the message.
+            if hit != _MESSAGE:
+                header = yield from self._header(hit)
+                self._ctx.out.malformed += header.dropped if self._parse_tools else 0
             hit = yield from self._body(header)
             if not hit and r.ended and r.at >= len(r.buf):
                 return
 
-    def _body(self, header: str) -> Steps[str]:
+    def _header(self, hit: str) -> Steps[_Header]:
+        """Read the header that begins with the marker `hit`, or follows the end of a message."""
+        if not hit or hit in self._channels.ends:
+            if opened := (yield from self._headers.opening()):
+                return opened
+            hit = yield from self._ctx.r.literal(self._tokens)
+        return (yield from self._headers.read(hit, _Header())) if hit else _Header()
+
+    def _body(self, header: _Header) -> Steps[str]:
         """Parse one message up to and including the marker that ends it, and return the marker."""
         r, out = self._ctx.r, self._ctx.out
-        recipients, channels = _RECIPIENT.findall(header), _CHANNEL.findall(header)
-        recipient = recipients[-1] if recipients else ""
-        if recipient == "self" or (recipient in ("", *_NON_TOOL_RECIPIENTS) and channels[-1:] == ["analysis"]):
+        if header.is_reasoning:
             out.open_reasoning()
-            hit = yield from r.until(self._stop, out.reasoning)
+            hit = _MESSAGE
+            while hit == _MESSAGE:
+                hit = yield from r.until(self._stop, out.reasoning)
             out.end_reasoning()
             return hit
-        if recipient and recipient not in _NON_TOOL_RECIPIENTS and self._parse_tools and not self._channels.body:
-            if not (yield from attempt(self._ctx, _CallBody(recipient), "", out.text)):
-                out.malformed += 1
-            return (yield from r.until(self._stop, out.text))
+        if header.is_for_tool and self._parse_tools and not self._channels.body:
+            return (yield from self._call(header.recipient))
         # Messages to the user may quote calls, so only messages to other recipients are searched for calls.
-        stop = self._stop if recipient in _NON_TOOL_RECIPIENTS else self._text
+        stop = self._stop if header.recipient in _NON_TOOL_RECIPIENTS else self._text
         while True:
             hit = yield from r.until(stop, out.text)
             body = self._channels.body
@@ -110,13 +263,27 @@ class ChannelMessages:
                 return hit
             yield from attempt(self._ctx, body, hit, out.text)
 
+    def _call(self, recipient: str) -> Steps[str]:
+        """Parse a message to a tool up to and including the marker that ends it, and return the marker."""
+        r, out = self._ctx.r, self._ctx.out
+        is_call = yield from attempt(self._ctx, _CallBody(recipient), "", out.text)
+        out.malformed += not is_call
+        hit = yield from r.until(self._stop, out.text)
+        while hit == _MESSAGE:
+            rest: list[str] = []
+            hit = yield from r.until(self._stop, rest.append)
+            out.text("".join(rest))
+            if is_call and "".join(rest).strip():
+                out.mark_incomplete()  # it may be a further argument
+        return hit
+
 
 @dataclass(frozen=True, slots=True)
 class _CallBody:
     """Format of the body of a message to a tool."""
 
     recipient: str
-    starts: tuple[str, ...] = ()
+    starts: tuple[str, ...] = HARMONY.header
     ends: tuple[str, ...] = HARMONY.ends
 
     def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:

@@ -263,7 +263,7 @@ FAMILIES: Final[dict[str, ParserFamily]] = {
     "mistral_v3": ParserFamily(_MISTRAL),
     "muse": ParserFamily(
         Channels(
-            ("<|start|>", " to=", "to=", "<|message|>"),
+            ("<|start|>", "<|message|>"),
             ("<|eom|>", "<|eot|>"),
             body=_MUSE,
             reasoning_end="<|eom|><|start|>assistant to=user<|message|>",
