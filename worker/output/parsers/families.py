@@ -39,7 +39,7 @@ _QWEN_XML = XmlCalls(
     param="<parameter=", key_end=">", param_end="</parameter>", call_end="</function>", json=True,
 )  # fmt: skip
 _SEED = XmlCalls(
-    inline=True,
+    strip_line=False,
     wrap=("<seed:tool_call>",), wrap_end=("</seed:tool_call>",), call="<function=", head_end=(">",),
     param="<parameter=", key_end=">", param_end="</parameter>", call_end="</function>",
 )  # fmt: skip
@@ -55,17 +55,16 @@ _LONGCAT = XmlCalls(
     call_end="</longcat_tool_call>", strip_line=False, json=True,
 )  # fmt: skip
 _MINIMAX_M2 = XmlCalls(
-    inline=True,
+    strip_line=False,
     wrap=("<minimax:tool_call>",), wrap_end=("</minimax:tool_call>",), call="<invoke", head_end=(">",),
     param="<parameter", key_end=">", param_end="</parameter>", call_end="</invoke>", call_alone=False,
 )  # fmt: skip
 _DOTS = XmlCalls(
-    inline=True,
     wrap=("<dots_function_call>",), wrap_end=("</dots_function_call>",), call="<invoke", head_end=(">",),
     param="<parameter", key_end=">", param_end="</parameter>", call_end="</invoke>", call_alone=False, json=True,
 )  # fmt: skip
 _MINICPM5 = XmlCalls(
-    inline=True,
+    strip_line=False,
     wrap=(), wrap_end=(), call="<function", head_end=(">",), param="<param", key_end=">", param_end="</param>",
     call_end="</function>", cdata=True,
 )  # fmt: skip

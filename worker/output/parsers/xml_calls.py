@@ -8,7 +8,7 @@ from worker.output.parsers.json_calls import JsonCalls
 from worker.output.parsers.literal import escaped, quoted
 from worker.output.parsers.reader import Malformed, Steps, Unclosed, collected, markers
 from worker.output.parsers.schema import ANY, STRING, Types, coerced, json_text
-from worker.output.parsers.xml_notation import ParameterStart, XmlNotation, attribute, spellings
+from worker.output.parsers.xml_notation import ParameterStart, XmlNotation, attribute, spellings, with_line_breaks
 from worker.output.parsers.xml_values import LOOKAHEAD_LIMIT, CallState, ValueReader
 
 _WRAPPERS: Final = frozenset({"properties", "arguments", "parameters"})
@@ -34,7 +34,7 @@ class XmlCalls(XmlNotation):
         if self.json and char in ("{", "["):
             yield from JsonCalls(self.wrap, self.wrap_end or (self.call_end,)).calls(ctx, hit)
             return
-        is_wrapped, has_call = hit != self.call, False
+        is_wrapped, has_call = hit in self.wrap, False
         if not self.call:
             yield from self._one(ctx, is_wrapped)
             return
@@ -43,14 +43,14 @@ class XmlCalls(XmlNotation):
             has_call = True
         if not has_call:
             raise Malformed
-        yield from r.literal(markers(*self.wrap_end))
+        yield from self.end_tag(r, self.wrap_end)
 
     def _next(self, ctx: ParserContext, is_wrapped: bool, has_call: bool) -> Steps[bool]:
         """Read the start of the next call, and the text before it or before the end of the wrapper, which is content.
 
         Return whether there is a call.
         """
-        r, start = ctx.r, markers(self.call)
+        r, start = ctx.r, markers(*with_line_breaks(self.call))
         yield from r.space()
         if (yield from r.literal(start)):
             return True
@@ -65,8 +65,8 @@ class XmlCalls(XmlNotation):
     def _prose(self, ctx: ParserContext, has_call: bool) -> Steps[str]:
         """Return the text before the next call in a wrapper or, after a call, before the end of the wrapper."""
         r = ctx.r
-        text, hit = yield from r.capture(markers(self.call, *self.wrap, *self.ends), keep=True)
-        if hit == self.call:
+        text, hit = yield from r.capture(markers(*self.openers, *self.ends), keep=True)
+        if hit in with_line_breaks(self.call):
             yield from r.literal(markers(hit))
             yield from self.head(ctx)
             if (yield from r.space()) != "{" and not (yield from self.is_body(r)):
@@ -88,9 +88,9 @@ class XmlCalls(XmlNotation):
             if (char == "{" and (is_wrapped or known in ctx.tools)) or (yield from self._json_block(ctx)):
                 yield from self._json(ctx, name)
                 return
-            opening = yield from self.opening(r, call.params, is_foreign=True)
-        ends = markers(*(word for end in self.ends for word in spellings(end)))
-        is_ended = not opening and bool((yield from r.literal(ends)))
+            opening = yield from self.opening(r, call.params)
+        ends = [word for end in self.ends for word in spellings(end)]
+        is_ended = not opening and bool((yield from self.end_tag(r, ends)))
         if not opening and not is_ended:
             raise Malformed
         begin(ctx, name)
@@ -98,8 +98,8 @@ class XmlCalls(XmlNotation):
         while opening:
             yield from arguments.add(opening)
             yield from r.space()
-            opening = yield from self.opening(r, call.params, is_foreign=not opening.is_own)
-        if not is_ended and not (yield from r.literal(ends)):
+            opening = yield from self.opening(r, call.params)
+        if not is_ended and not (yield from self.end_tag(r, ends)):
             raise Unclosed if r.ended and r.at == len(r.buf) else Malformed
         arguments.close()
         end(ctx)
@@ -118,7 +118,7 @@ class XmlCalls(XmlNotation):
         yield from r.literal(markers(self.json_end))
         if not (yield from r.space()):
             raise Unclosed
-        if not (yield from r.literal(markers(*self.ends))):
+        if not (yield from self.end_tag(r, self.ends)):
             ctx.out.is_broken = True  # the object is complete, the call is not
             raise Malformed
         end(ctx)

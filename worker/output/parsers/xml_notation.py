@@ -1,6 +1,7 @@
 """Notation of calls as tags around plain text: how a call and each of its parameters begin."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -11,8 +12,22 @@ from worker.output.parsers.schema import Parameters
 
 _ATTRIBUTE = re.compile(r"([\w:]+)\s*=\s*(?:\"([^\"]*)\"|'([^']*)'|([^\s\"'>]+))")
 _KEY = re.compile(r"[^<>\n]+")
+# Matches what models write into an end marker: nothing, or as group 1 the name or key that it ends.
+_END_LABEL = re.compile(r"\s*(?:(?:=|(?<=\s)(?:\w+\s*=)?)\s*[\"']?([\w.\-:/@$]+)[\"']?\s*)?")
+_END_LABEL_LIMIT: Final = 64
+# Matches the places within a marker of several tags.
+_JOINT = re.compile(r"(?<=>)(?!$)|(?<!^)(?=<)")
+_SEPARATOR: Final = "<|sep|>"
 # Parts of markers that models leave out.
 _NAMESPACE = re.compile("｜DSML｜|atem:|steptml:")
+
+
+class _EndTag(NamedTuple):
+    """End marker in its parts: before `closing`, models may write blanks and a name; `rest` are further tags."""
+
+    stem: str
+    closing: str
+    rest: str
 
 
 class ParameterStart(NamedTuple):
@@ -33,9 +48,9 @@ class XmlNotation:
     """Notation `wrap` `call` name `head_end` (`param` key `key_end` value `param_end`)* `call_end` `wrap_end`.
 
     A name or key is the text of its tag, or the tag's attribute `name`, `tool` or `key`. An empty `wrap` means that
-    calls have no wrapper; `call_alone` makes the wrapper optional. With `strip_line`, the first and last line break of
-    a value belong to the markup; with `inline`, the last line break does so only if the first is present. Between
-    `json_block` and `json_end`, all arguments are one object; `json` means that the call may be JSON.
+    calls have no wrapper; `call_alone` makes the wrapper optional. With `strip_line`, which families have whose
+    template writes them, the first and last line break of a value belong to the markup. Between `json_block` and
+    `json_end`, all arguments are one object; `json` means that the call may be JSON.
     """
 
     wrap: tuple[str, ...]
@@ -49,7 +64,6 @@ class XmlNotation:
     value: str = ""
     call_alone: bool = True
     strip_line: bool = True
-    inline: bool = False
     json: bool = False
     cdata: bool = False
     json_block: str = ""
@@ -57,12 +71,13 @@ class XmlNotation:
 
     @property
     def starts(self) -> tuple[str, ...]:
-        return self.wrap + ((self.call,) if self.call and (self.call_alone or not self.wrap) else ())
+        is_alone = self.call and (self.call_alone or not self.wrap)
+        return self.wrap + (with_line_breaks(self.call) if is_alone else ())
 
     @property
     def openers(self) -> tuple[str, ...]:
         """Markers that may begin a call, in a wrapper too."""
-        return (*self.wrap, self.call)
+        return (*self.wrap, *with_line_breaks(self.call))
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -84,13 +99,42 @@ class XmlNotation:
         is_attribute = self.call and not self.call.endswith(("=", ">"))
         return checked(attribute(text, "name", "tool") or ("" if is_attribute else text)), ""
 
-    def opening(self, r: MarkupReader, params: Parameters, is_foreign: bool = False) -> Steps[ParameterStart | None]:
+    def end_words(self, r: MarkupReader, ends: Sequence[str]) -> dict[str, str]:
+        """Return the texts with which these end markers begin in any spelling, and the marker that each stands for."""
+        words: dict[str, str] = {}
+        for marker in ends:
+            stem, closing, _ = _end_tag(marker)
+            # A marker that is a token, or ends with one, has no other spelling.
+            is_exact = r.controls.offsets(stem + closing) != r.controls.offsets(stem)
+            words[marker if is_exact else stem] = marker
+        return words
+
+    def end_tag(self, r: MarkupReader, ends: Sequence[str], key: str = "") -> Steps[str]:
+        """Read one of these end markers and return it; "" if there is none here. Raises `Malformed` for half a marker.
+
+        The marker may hold blanks and the name that it ends, which is `key` if that is given.
+        """
+        words = self.end_words(r, ends)
+        if not (word := (yield from r.literal(markers(*words)))):
+            return ""
+        _, closing, rest = _end_tag(words[word])
+        if word != words[word]:
+            label, hit = yield from r.capture(markers(closing, "<"), _END_LABEL_LIMIT)
+            match = _END_LABEL.fullmatch(label)
+            if hit != closing or not match or (key and match[1] not in (None, key)):
+                raise Malformed
+            for tag in filter(None, _JOINT.split(rest)):
+                yield from r.space()
+                yield from r.literal(markers(tag))
+        return words[word]
+
+    def opening(self, r: MarkupReader, params: Parameters) -> Steps[ParameterStart | None]:
         """Read the start of a parameter; None if there is none here. Raises `Malformed` for half a start.
 
-        With `is_foreign`, markers without their namespace and tags that are named after parameters start one too.
+        Markers without their namespace and tags that are named after declared parameters start one too.
         """
         names = params.names
-        own = yield from r.literal(markers(*(spellings(self.param) if is_foreign else (self.param,))))
+        own = yield from r.literal(markers(*spellings(self.param)))
         if own:
             label, hit = yield from r.capture(markers(self.key_end, self.value), NAME_LIMIT)
             key = self._key(label, params)
@@ -105,7 +149,7 @@ class XmlNotation:
             if not opening.is_whole:
                 raise Malformed
             return opening
-        if is_foreign and (tag := (yield from r.literal(markers(*(f"<{key}>" for key in names))))):
+        if tag := (yield from r.literal(markers(*(f"<{key}>" for key in names)))):
             return ParameterStart(tag[1:-1], "", (f"</{tag[1:-1]}>",), is_own=False)
         return None
 
@@ -130,7 +174,7 @@ class XmlNotation:
         char = yield from r.space()
         if self.json and char in ("{", "["):
             return True
-        if self.call and start != self.call and not (yield from r.literal(markers(self.call))):
+        if self.call and start in self.wrap and not (yield from r.literal(markers(*with_line_breaks(self.call)))):
             return False
         try:
             name, key = yield from self.head(ctx)
@@ -146,7 +190,7 @@ class XmlNotation:
         tool.
         """
         r = ctx.r
-        gap, _ = yield from r.capture(markers(self.call))
+        gap, _ = yield from r.capture(markers(*with_line_breaks(self.call)))
         if gap.strip():
             return False
         name, _ = yield from self.head(ctx)
@@ -158,7 +202,7 @@ class XmlNotation:
         """Return whether any parameter or the end of a call comes next. Consumes it."""
         if (yield from self.opening(r, _ANY_PARAMETERS)):
             return True
-        return bool((yield from r.literal(markers(*self.ends, self.json_block))))
+        return bool((yield from r.literal(markers(self.json_block))) or (yield from self.end_tag(r, self.ends)))
 
     def _key(self, label: str, params: Parameters) -> str:
         """Return the key in a tag; "" if it has none."""
@@ -176,6 +220,22 @@ _ANY_PARAMETERS: Final = Parameters({})
 def spellings(marker: str) -> tuple[str, ...]:
     """Return the marker, and its spelling without the namespace if it has one."""
     return tuple(dict.fromkeys((marker, _NAMESPACE.sub("", marker))))
+
+
+@lru_cache(maxsize=64)
+def with_line_breaks(marker: str) -> tuple[str, ...]:
+    """Return the marker, and its spellings with line breaks between its tags."""
+    texts = [""]
+    for tag in _JOINT.split(marker):
+        texts = [text + gap + tag for text in texts for gap in (("", "\n") if text else ("",))]
+    return tuple(texts)
+
+
+@lru_cache(maxsize=64)
+def _end_tag(marker: str) -> _EndTag:
+    if marker.endswith(_SEPARATOR):
+        return _EndTag(marker.removesuffix(_SEPARATOR), _SEPARATOR, "")
+    return _EndTag(*marker.partition(">"))
 
 
 def attribute(head: str, *names: str) -> str:

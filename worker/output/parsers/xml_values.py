@@ -24,6 +24,7 @@ _QUOTED_HEAD = re.compile(r"\s*(?:[\w.\-:/@$]+|(?:\s*[\w:]+=(?:\"[^\"]*\"|'[^']*
 _HEAD_TAG = re.compile(r"<[^<>\n]*>\s*\Z")
 CDATA: Final = "<![CDATA["
 _CDATA_END: Final = "]]>"
+_LINE_BREAKS: Final = ("\r\n", "\n")
 
 
 class _Meaning(Enum):
@@ -38,9 +39,12 @@ class _Meaning(Enum):
 
 
 class _CallEnd(NamedTuple):
-    """End of a call: its position in the whole text, and whether it includes the end of the wrapper."""
+    """End of a call: its position in the whole text, and whether it is spelled as the format demands and includes the
+    end of the wrapper.
+    """
 
     position: int
+    is_own: bool
     is_wrap_closed: bool
 
 
@@ -76,7 +80,7 @@ class ValueReader:
     def start(self) -> Steps[None]:
         """Read the markup between the start of the parameter and its text."""
         r, form = self.call.ctx.r, self.form
-        self.is_line = form.strip_line and bool((yield from r.literal(markers("\n"))))
+        self.is_line = form.strip_line and bool((yield from r.literal(markers(*_LINE_BREAKS))))
         self.is_cdata = form.cdata and bool((yield from r.literal(markers(CDATA))))
 
     def text(self, emit: Emit) -> Steps[None]:
@@ -108,24 +112,27 @@ class ValueReader:
         form = self.form
         if self.is_cdata:
             return markers(_CDATA_END)
-        words = [form.param, *form.ends, *form.openers]
-        lines = ["\n" + word for word in (form.param, *form.ends)]
-        if form.strip_line and (self.is_line or not form.inline):
-            lines += ["\n" + end for end in self.opening.ends]
-        return markers(*words, *lines, *self.opening.ends)
+        own, outer = self._ends(), form.end_words(self.call.ctx.r, form.ends)
+        on_lines = [form.param, *outer, *(own if form.strip_line else ())]
+        lines = [line_break + word for word in on_lines for line_break in _LINE_BREAKS]
+        return markers(form.param, *form.openers, *outer, *own, *lines)
+
+    def _ends(self) -> dict[str, str]:
+        return self.form.end_words(self.call.ctx.r, self.opening.ends)
 
     def _meaning(self, hit: str) -> Steps[tuple[_Meaning, int]]:
         """Return the meaning of the marker that comes next, and the number of characters that share it."""
         r, start = self.call.ctx.r, self.call.ctx.r.position
-        word = hit.removeprefix("\n")
+        word = hit.lstrip("\r\n")
         break_size = len(hit) - len(word)
-        if word in self.opening.ends or self.is_cdata:
-            r.take(len(hit))
-            if self.is_cdata:
-                yield from r.expect(markers(self.form.param_end))
+        if word in self._ends() or self.is_cdata:
+            r.take(len(hit) if self.is_cdata else break_size)
+            yield from r.space() if self.is_cdata else ()
+            marker = yield from self._end()
+            if not marker:
+                raise Malformed
             # A marker without its namespace counts only beside one that has it, or if the parameter begins like that.
-            is_loose = not self.opening.is_own or word == self.form.param_end
-            meaning, end = yield from self._after_end(is_loose)
+            meaning, end = yield from self._after_end(marker == self.form.param_end or not self.opening.is_own)
             return meaning, end - start
         if word in self.form.openers:
             meaning, end = yield from self._quoted_start()
@@ -147,12 +154,28 @@ class ValueReader:
         # A model that writes values on lines of their own writes their markers there, too.
         return opening.key in self.call.params.names and (at_line_start or not self.is_line)
 
-    def _after_end(self, is_loose: bool) -> Steps[tuple[_Meaning, int]]:
+    def _end(self) -> Steps[str]:
+        """Read an end marker of the value, in any spelling."""
+        return (yield from self.form.end_tag(self.call.ctx.r, self.opening.ends, self.opening.key))
+
+    def _after_end(self, is_own: bool) -> Steps[tuple[_Meaning, int]]:
         """Return the meaning of an end marker by what follows it, and where the text ends that shares the meaning."""
-        r, form, end = self.call.ctx.r, self.form, self.call.ctx.r.position
-        if not (yield from r.space()):
-            return _Meaning.END, end
-        opening = yield from form.opening(r, self.call.params, is_foreign=not self.opening.is_own)
+        r, end = self.call.ctx.r, self.call.ctx.r.position
+        last = end
+        char = yield from r.space()
+        # A marker that is written again directly behind it is no text.
+        while not self.depth and (yield from self._end()):
+            last = r.position
+            char = yield from r.space()
+        if not char:
+            return _Meaning.END, last
+        meaning, text_end = yield from self._continuation(end, is_own)
+        return meaning, (last if meaning is _Meaning.END else text_end)
+
+    def _continuation(self, end: int, is_own: bool) -> Steps[tuple[_Meaning, int]]:
+        """Return the meaning of an end marker that ends at `end` by the text after it, and where its text ends."""
+        r, form = self.call.ctx.r, self.form
+        opening = yield from form.opening(r, self.call.params)
         if opening:
             is_declared = opening.key in self.call.params.names
             if self.depth:
@@ -161,27 +184,29 @@ class ValueReader:
             if not (opening.is_whole or is_declared):
                 return _Meaning.TEXT, end
             return (_Meaning.REPEATS if opening.key in self.call.given else _Meaning.END), end
-        if not (call_end := (yield from self._call_end(is_loose))):
+        if not (call_end := (yield from self._call_end())):
             return _Meaning.TEXT, end
+        is_own = is_own or call_end.is_own or (call_end.is_wrap_closed and not self.depth)
         if not (yield from r.space()):
             return _Meaning.END, end
+        if not is_own:
+            return _Meaning.TEXT, end
         if self.depth:
             return _Meaning.CLOSES, call_end.position
         return (_Meaning.TEXT if (yield from self._is_ended_again(call_end.is_wrap_closed)) else _Meaning.END), end
 
-    def _call_end(self, is_loose: bool = False) -> Steps["_CallEnd | None"]:
+    def _call_end(self) -> Steps["_CallEnd | None"]:
         """Read the end of a call, and of its wrapper if that follows; None if there is no end here."""
         r, form = self.call.ctx.r, self.form
-        call_end = spellings(form.call_end) if is_loose else (form.call_end,)
-        if not (hit := (yield from r.literal(markers(*call_end, *form.wrap_end)))):
+        if not (hit := (yield from form.end_tag(r, (*spellings(form.call_end), *form.wrap_end)))):
             return None
-        end = r.position
+        end, is_own = r.position, hit in form.ends
         if hit in form.wrap_end:
-            return _CallEnd(end, is_wrap_closed=True)
+            return _CallEnd(end, is_own, is_wrap_closed=True)
         yield from r.space()
-        if (yield from r.literal(markers(*form.wrap_end))):
-            return _CallEnd(r.position, is_wrap_closed=True)
-        return _CallEnd(end, is_wrap_closed=False)
+        if (yield from form.end_tag(r, form.wrap_end)):
+            return _CallEnd(r.position, is_own, is_wrap_closed=True)
+        return _CallEnd(end, is_own, is_wrap_closed=False)
 
     def _is_ended_again(self, is_closed: bool) -> Steps[bool]:
         """Return whether the text after a call holds another end of a value, so that this one goes on until there."""
@@ -190,7 +215,7 @@ class ValueReader:
         words = markers(*self.opening.ends, form.call_end, *form.openers, *wrap_end)
         # An end that is only written twice ends no other value.
         yield from r.space()
-        while (yield from r.literal(markers(*form.ends))):
+        while (yield from form.end_tag(r, form.ends)):
             yield from r.space()
         while (left := _TEXT_LIMIT - (r.position - start)) > 0:
             hit = yield from r.until(words, drop, left, keep=True)
@@ -208,7 +233,7 @@ class ValueReader:
         r, form = self.call.ctx.r, self.form
         hit = yield from r.literal(markers(*form.openers))
         end = r.position
-        if hit == form.call or not form.call:
+        if hit not in form.wrap or not form.call:
             head, _ = yield from r.capture(markers(form.param, *form.ends, *self.opening.ends), NAME_LIMIT, True)
             head = head.rstrip()
             head_end = next((marker for marker in form.head_end if head.endswith(marker)), "")
