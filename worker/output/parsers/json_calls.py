@@ -43,14 +43,19 @@ class JsonCalls:
     keyed: bool = False
 
     def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
-        r = ctx.r
+        r, ctx.awaited = ctx.r, self.ends
         is_open, is_list, is_first = hit == "{", hit.endswith("["), True
         is_fenced = hit == FENCE and (yield from fence(ctx, hit))
         while True:
             char = "{" if is_open else (yield from r.space())
             if char == "{":
                 r.take(0 if is_open else 1)
-                yield from self._object(ctx)
+                try:
+                    yield from self._object(ctx)
+                except Malformed:
+                    # The object may be further arguments of the call before it.
+                    ctx.out.is_broken |= not (is_first or self.bare)
+                    raise
                 is_open = is_first = False
             elif char == "[" and is_first and not is_list:
                 r.take(1)
@@ -79,7 +84,10 @@ class JsonCalls:
         ends = markers(*self.ends)
         while True:
             char = yield from ctx.r.space()
-            if not char or (yield from ctx.r.literal(ends)) or char not in "]})`":
+            if (yield from ctx.r.literal(ends)):
+                ctx.awaited = ()
+                return
+            if not char or char not in "]})`":
                 return
             ctx.r.take(1)
 

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Final
 
-from worker.output.parsers.call import ParserContext, begin, end, json_arguments
+from worker.output.parsers.call import LOOKAHEAD_LIMIT, ParserContext, begin, end, json_arguments
 from worker.output.parsers.json_calls import JsonCalls
 from worker.output.parsers.literal import escaped, quoted
 from worker.output.parsers.reader import Malformed, Steps, Unclosed, collected, markers
 from worker.output.parsers.schema import ANY, STRING, Types, coerced, json_text
 from worker.output.parsers.xml_notation import ParameterStart, XmlNotation, attribute, spellings, with_line_breaks
-from worker.output.parsers.xml_values import LOOKAHEAD_LIMIT, CallState, ValueReader
+from worker.output.parsers.xml_values import CallState, ValueReader
 
 _WRAPPERS: Final = frozenset({"properties", "arguments", "parameters"})
 # A value of unknown type is a string unless it begins with one of these characters, or with whitespace.
@@ -43,7 +43,8 @@ class XmlCalls(XmlNotation):
             has_call = True
         if not has_call:
             raise Malformed
-        yield from self.end_tag(r, self.wrap_end)
+        if not (yield from self.end_tag(r, self.wrap_end)):
+            ctx.awaited = self.wrap_end if is_wrapped else ()
 
     def _next(self, ctx: ParserContext, is_wrapped: bool, has_call: bool) -> Steps[bool]:
         """Read the start of the next call, and the text before it or before the end of the wrapper, which is content.

@@ -87,6 +87,8 @@ class XmlNotation:
         """Read a call's name and the marker after it; return the name, and the key of a parameter that follows without
         its start marker.
         """
+        if self.call:
+            yield from ctx.r.again(markers(*with_line_breaks(self.call)))
         glued = self.key_end if self.value and not self.call else ""
         text, closing = yield from ctx.r.capture(markers(*self.head_end, glued), NAME_LIMIT, keep=True)
         if closing == glued:

@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
-from worker.output.parsers.call import NAME_LIMIT, ParserContext, drop
+from worker.output.parsers.call import LOOKAHEAD_LIMIT, NAME_LIMIT, ParserContext, drop
 from worker.output.parsers.reader import Emit, Malformed, MarkerSet, Steps, markers
 from worker.output.parsers.schema import Parameters, Types
 from worker.output.parsers.xml_notation import ParameterStart, XmlNotation, spellings
 
-# Maximum number of characters of a lookahead, more than the markup between any two values.
-LOOKAHEAD_LIMIT: Final = 512
 # Maximum number of characters of text after a call in which another end of the same call is searched.
 _TEXT_LIMIT: Final = 256
 # Matches the head of a call between its markers.
