@@ -96,7 +96,9 @@ def attempt(ctx: ParserContext, form: CallFormat, hit: str, text: Emit) -> Steps
             # So is text after a call that is no call.
             is_attempt = out.calls > before or len(raw.rstrip()) > len(hit) + 1
             out.malformed += is_attempt if is_marker(hit) else '"name"' in raw
-            text(raw)
+            # A marker behind a call, with which the output ends, begins nothing.
+            is_left = out.calls > 0 and out.is_blank and raw.strip() == hit and not (yield from r.peek())
+            text("" if is_left and is_marker(hit) else raw)
     if out.calls == before:
         ctx.awaited = ()
     tail, r.trace = "".join(r.trace or ()), None

@@ -7,6 +7,7 @@ from typing import Final
 from worker.output.parsers.call import (
     FENCE,
     FIELD_LEFT,
+    NAME_LIMIT,
     ParserContext,
     begin,
     end,
@@ -67,16 +68,21 @@ class JsonCalls:
                 break
             elif char and char in ",;" and not is_first:
                 r.take(1)
-                if (yield from r.space()) != "{":
+                if (yield from r.space()) not in ("{", "]", "") and not (yield from self._is_end(r)):
                     ctx.out.text(r.untrace())
                     return
             elif is_first:
                 raise Malformed
             else:
+                if char in ("'", '"') and not self.bare:
+                    ctx.out.mark_incomplete()  # a further argument, without its comma
                 break
         if is_fenced:
             yield from end_fence(ctx)
         yield from self._close(ctx)
+
+    def _is_end(self, r: MarkupReader) -> Steps[bool]:
+        return bool((yield from r.ahead(r.literal(markers(*self.ends)), NAME_LIMIT)))
 
     def _close(self, ctx: ParserContext) -> Steps[None]:
         if not self.ends:

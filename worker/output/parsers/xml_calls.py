@@ -8,7 +8,7 @@ from worker.output.parsers.json_calls import JsonCalls
 from worker.output.parsers.literal import escaped, quoted
 from worker.output.parsers.reader import Malformed, Steps, Unclosed, collected, markers
 from worker.output.parsers.schema import ANY, STRING, Types, coerced, json_text
-from worker.output.parsers.xml_notation import ParameterStart, XmlNotation, attribute, spellings, with_line_breaks
+from worker.output.parsers.xml_notation import ParameterStart, XmlNotation, attribute, spellings
 from worker.output.parsers.xml_values import CallState, ValueReader
 
 _WRAPPERS: Final = frozenset({"properties", "arguments", "parameters"})
@@ -43,15 +43,16 @@ class XmlCalls(XmlNotation):
             has_call = True
         if not has_call:
             raise Malformed
-        if not (yield from self.end_tag(r, self.wrap_end)):
+        if (yield from self.end_tag(r, self.inner_ends)) in ("", *spellings(self.call_end)):
             ctx.awaited = self.wrap_end if is_wrapped else ()
+        yield from self.ends_again(r, (self.param_end, *self.inner_ends))
 
     def _next(self, ctx: ParserContext, is_wrapped: bool, has_call: bool) -> Steps[bool]:
         """Read the start of the next call, and the text before it or before the end of the wrapper, which is content.
 
         Return whether there is a call.
         """
-        r, start = ctx.r, markers(*with_line_breaks(self.call))
+        r, start = ctx.r, markers(*self.inner_starts)
         yield from r.space()
         if (yield from r.literal(start)):
             return True
@@ -66,11 +67,11 @@ class XmlCalls(XmlNotation):
     def _prose(self, ctx: ParserContext, has_call: bool) -> Steps[str]:
         """Return the text before the next call in a wrapper or, after a call, before the end of the wrapper."""
         r = ctx.r
-        text, hit = yield from r.capture(markers(*self.openers, *self.ends), keep=True)
-        if hit in with_line_breaks(self.call):
+        text, hit = yield from r.capture(markers(*self.wrap, *self.inner_starts, *self.ends), keep=True)
+        if hit in self.inner_starts:
             yield from r.literal(markers(hit))
-            yield from self.head(ctx)
-            if (yield from r.space()) != "{" and not (yield from self.is_body(r)):
+            head = yield from self.head(ctx)
+            if not head.is_closed and (yield from r.space()) != "{" and not (yield from self.is_body(r)):
                 raise Malformed
         elif not has_call or hit not in self.wrap_end:
             raise Malformed
@@ -78,20 +79,20 @@ class XmlCalls(XmlNotation):
 
     def _one(self, ctx: ParserContext, is_wrapped: bool) -> Steps[None]:
         r = ctx.r
-        name, key = yield from self.head(ctx)
+        name, key, is_ended = yield from self.head(ctx)
         known = ctx.tools.declared(name)
         call = CallState(ctx, ctx.tools.parameters(known), is_wrapped)
         # A call is announced only when a parameter, its arguments as JSON or its end marker follows its name.
+        opening: ParameterStart | None = None
         if key:
-            opening: ParameterStart | None = yield from self.after_key(r, key, "")
-        else:
+            opening = yield from self.after_key(r, key, "")
+        elif not is_ended:
             char = yield from r.space()
             if (char == "{" and (is_wrapped or known in ctx.tools)) or (yield from self._json_block(ctx)):
                 yield from self._json(ctx, name)
                 return
             opening = yield from self.opening(r, call.params)
-        ends = [word for end in self.ends for word in spellings(end)]
-        is_ended = not opening and bool((yield from self.end_tag(r, ends)))
+        is_ended = is_ended or (not opening and bool((yield from self.end_tag(r, self.inner_ends))))
         if not opening and not is_ended:
             raise Malformed
         begin(ctx, name)
@@ -100,10 +101,11 @@ class XmlCalls(XmlNotation):
             yield from arguments.add(opening)
             yield from r.space()
             opening = yield from self.opening(r, call.params)
-        if not is_ended and not (yield from self.end_tag(r, ends)):
+        if not is_ended and not (yield from self.end_tag(r, self.inner_ends)):
             raise Unclosed if r.ended and r.at == len(r.buf) else Malformed
         arguments.close()
         end(ctx)
+        yield from self.ends_again(r, (self.param_end, *spellings(self.call_end)))
 
     def _json_block(self, ctx: ParserContext) -> Steps[bool]:
         if not self.json_block or not (yield from ctx.r.literal(markers(self.json_block))):
@@ -141,9 +143,13 @@ class _Arguments:
         types = self.call.params.types(key)
         if (kind := attribute(opening.label, "string", "type")) and not types:
             types = {"true": STRING, "false": ANY}.get(kind) or _TYPES.get(kind, ANY)
+        lead = ("{" if not given else ", ") + quoted(key) + ": "
+        if opening.is_empty:
+            given.append(key)
+            self._emit(key, "", types, lead)
+            return
         value = ValueReader(self.form, self.call, opening, types)
         yield from value.start()
-        lead = ("{" if not given else ", ") + quoted(key) + ": "
         first = yield from self.call.ctx.r.peek()
         given.append(key)
         if types == STRING or (not types and first not in _MAYBE_JSON and not first.isspace()):

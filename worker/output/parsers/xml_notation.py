@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from worker.output.parsers.call import NAME_LIMIT, ParserContext, checked
-from worker.output.parsers.reader import Malformed, MarkupReader, Steps, markers
+from worker.output.parsers.reader import REPEAT_LIMIT, Malformed, MarkupReader, Steps, markers
 from worker.output.parsers.schema import Parameters
 
 _ATTRIBUTE = re.compile(r"([\w:]+)\s*=\s*(?:\"([^\"]*)\"|'([^']*)'|([^\s\"'>]+))")
@@ -22,6 +22,16 @@ _SEPARATOR: Final = "<|sep|>"
 _NAMESPACE = re.compile("｜DSML｜|atem:|steptml:")
 
 
+class CallHead(NamedTuple):
+    """Head of a call: its name, the key of a parameter that follows without its start marker, and whether the tag is
+    closed itself, so that the call has no parameters.
+    """
+
+    name: str
+    key: str = ""
+    is_closed: bool = False
+
+
 class _EndTag(NamedTuple):
     """End marker in its parts: before `closing`, models may write blanks and a name; `rest` are further tags."""
 
@@ -33,7 +43,8 @@ class _EndTag(NamedTuple):
 class ParameterStart(NamedTuple):
     """Start of a parameter, which is consumed. `label` is the text of its tag; `ends` are the markers of its end.
 
-    `is_whole` means that no marker is missing, `is_own` that it is spelled as the format demands.
+    `is_whole` means that no marker is missing, `is_own` that it is spelled as the format demands, `is_empty` that the
+    tag is closed itself, so that it has no value.
     """
 
     key: str
@@ -41,6 +52,7 @@ class ParameterStart(NamedTuple):
     ends: tuple[str, ...]
     is_whole: bool = True
     is_own: bool = True
+    is_empty: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,26 +92,36 @@ class XmlNotation:
         return (*self.wrap, *with_line_breaks(self.call))
 
     @property
+    def inner_starts(self) -> tuple[str, ...]:
+        """Markers that begin a call in a wrapper, in any spelling."""
+        return tuple(text for marker in with_line_breaks(self.call) for text in spellings(marker))
+
+    @property
+    def inner_ends(self) -> tuple[str, ...]:
+        """Markers that end a call in any spelling."""
+        return tuple(text for marker in self.ends for text in spellings(marker))
+
+    @property
     def ends(self) -> tuple[str, ...]:
         return (self.call_end, *self.wrap_end)
 
-    def head(self, ctx: ParserContext) -> Steps[tuple[str, str]]:
-        """Read a call's name and the marker after it; return the name, and the key of a parameter that follows without
-        its start marker.
-        """
+    def head(self, ctx: ParserContext) -> Steps[CallHead]:
+        """Read a call's name and the marker after it."""
         if self.call:
-            yield from ctx.r.again(markers(*with_line_breaks(self.call)))
+            yield from ctx.r.again(markers(*self.inner_starts))
         glued = self.key_end if self.value and not self.call else ""
         text, closing = yield from ctx.r.capture(markers(*self.head_end, glued), NAME_LIMIT, keep=True)
         if closing == glued:
             if not (pair := ctx.tools.name_and_parameter(text.strip())):
                 raise Malformed
             yield from ctx.r.literal(markers(closing))
-            return pair
+            return CallHead(*pair)
         if self.call or closing == "\n":
             yield from ctx.r.literal(markers(closing))
         is_attribute = self.call and not self.call.endswith(("=", ">"))
-        return checked(attribute(text, "name", "tool") or ("" if is_attribute else text)), ""
+        text, is_closed = _opened(text) if self.call else (text, False)
+        name = attribute(text, "name", "tool") or ("" if is_attribute else text.strip().removeprefix("="))
+        return CallHead(checked(name), is_closed=is_closed)
 
     def end_words(self, r: MarkupReader, ends: Sequence[str]) -> dict[str, str]:
         """Return the texts with which these end markers begin in any spelling, and the marker that each stands for."""
@@ -130,6 +152,15 @@ class XmlNotation:
                 yield from r.literal(markers(tag))
         return words[word]
 
+    def ends_again(self, r: MarkupReader, ends: Sequence[str]) -> Steps[None]:
+        """Consume further end markers, and the whitespace before them."""
+        while (yield from r.ahead(self._next_end(r, ends), REPEAT_LIMIT)):
+            yield from self._next_end(r, ends)
+
+    def _next_end(self, r: MarkupReader, ends: Sequence[str]) -> Steps[str]:
+        yield from r.space()
+        return (yield from self.end_tag(r, ends))
+
     def opening(self, r: MarkupReader, params: Parameters) -> Steps[ParameterStart | None]:
         """Read the start of a parameter; None if there is none here. Raises `Malformed` for half a start.
 
@@ -139,7 +170,7 @@ class XmlNotation:
         own = yield from r.literal(markers(*spellings(self.param)))
         if own:
             label, hit = yield from r.capture(markers(self.key_end, self.value), NAME_LIMIT)
-            key = self._key(label, params)
+            key = self._key(_opened(label)[0], params)
             is_own = own == self.param
             if not key or (not is_own and key not in names):
                 raise Malformed
@@ -162,7 +193,8 @@ class XmlNotation:
         if self.value and not has_value:
             yield from r.space()
             has_value = bool((yield from r.literal(markers(self.value))))
-        return ParameterStart(key, label, spellings(self.param_end), has_value or not self.value, is_own)
+        ends, label, is_empty = spellings(self.param_end), *_opened(label)
+        return ParameterStart(key, label, ends, has_value or not self.value, is_own, is_empty)
 
     def begins(self, ctx: ParserContext, is_declared: bool = False) -> Steps[bool]:
         """Return whether the whole start of a call comes next, up to its first parameter or its end. Consumes it.
@@ -176,14 +208,14 @@ class XmlNotation:
         char = yield from r.space()
         if self.json and char in ("{", "["):
             return True
-        if self.call and start in self.wrap and not (yield from r.literal(markers(*with_line_breaks(self.call)))):
+        if self.call and start in self.wrap and not (yield from r.literal(markers(*self.inner_starts))):
             return False
         try:
-            name, key = yield from self.head(ctx)
-            if is_declared and ctx.tools and ctx.tools.declared(name) not in ctx.tools:
+            head = yield from self.head(ctx)
+            if is_declared and ctx.tools and ctx.tools.declared(head.name) not in ctx.tools:
                 return False
             char = yield from r.space()
-            return bool(key or char in ("", "{") or (yield from self.is_body(r)))
+            return bool(head.key or head.is_closed or char in ("", "{") or (yield from self.is_body(r)))
         except Malformed:
             return False
 
@@ -192,13 +224,13 @@ class XmlNotation:
         tool.
         """
         r = ctx.r
-        gap, _ = yield from r.capture(markers(*with_line_breaks(self.call)))
+        gap, _ = yield from r.capture(markers(*self.inner_starts))
         if gap.strip():
             return False
-        name, _ = yield from self.head(ctx)
+        head = yield from self.head(ctx)
         char = yield from r.space()
-        is_call = char == "{" or (yield from self.is_body(r))
-        return is_call and ("\n" in gap or ctx.tools.declared(name) in ctx.tools)
+        is_call = head.is_closed or char == "{" or (yield from self.is_body(r))
+        return is_call and ("\n" in gap or ctx.tools.declared(head.name) in ctx.tools)
 
     def is_body(self, r: MarkupReader) -> Steps[bool]:
         """Return whether any parameter or the end of a call comes next. Consumes it."""
@@ -220,8 +252,16 @@ _ANY_PARAMETERS: Final = Parameters({})
 
 @lru_cache(maxsize=64)
 def spellings(marker: str) -> tuple[str, ...]:
-    """Return the marker, and its spelling without the namespace if it has one."""
-    return tuple(dict.fromkeys((marker, _NAMESPACE.sub("", marker))))
+    """Return the marker, and its other spellings: without its namespace, with an attribute, and in capital letters."""
+    texts = [marker, _NAMESPACE.sub("", marker)]
+    texts += [text.removesuffix("=") + " " for text in texts if text.endswith("=")]
+    return tuple(dict.fromkeys([*texts, *map(str.upper, texts)]))
+
+
+def _opened(label: str) -> tuple[str, bool]:
+    """Return the text of a tag without the slash of a tag that closes itself, and whether it had one."""
+    text = label.rstrip()
+    return (text[:-1], True) if text.endswith("/") else (label, False)
 
 
 @lru_cache(maxsize=64)
@@ -245,7 +285,7 @@ def attribute(head: str, *names: str) -> str:
     if "=" not in head:
         return ""
     for match in _ATTRIBUTE.finditer(head):
-        if match[1] in names:
+        if match[1].lower() in names:
             text = match[2] or match[3] or match[4] or ""
             return text.replace("&quot;", '"').replace("&amp;", "&")
     return ""

@@ -74,6 +74,8 @@ class ValueReader:
     has_quoted_end: bool = False
     # Whether a parameter that the call does not have yet was read as part of a quoted call.
     has_quoted_parameter: bool = False
+    # Whether an end marker of the value was read as text outside of quoted calls.
+    has_text_end: bool = False
 
     def start(self) -> Steps[None]:
         """Read the markup between the start of the parameter and its text."""
@@ -90,6 +92,8 @@ class ValueReader:
                 case _Meaning.END | _Meaning.END_IS_MISSING:
                     if self.depth and (self.has_quoted_end or self.has_quoted_parameter):
                         break  # it is not known what the value has quoted
+                    if self.has_text_end and meaning is _Meaning.END_IS_MISSING:
+                        break  # the text after the last end marker may be no part of the value
                     self.call.is_repaired |= meaning is _Meaning.END_IS_MISSING
                     r.take(size)
                     return
@@ -102,7 +106,7 @@ class ValueReader:
                     self.depth -= 1
                     self.has_quoted_end = True
                 case _Meaning.TEXT:
-                    pass
+                    self.has_text_end |= not self.depth and hit.lstrip("\r\n") in self._ends()
             emit(r.take(size))
         raise Malformed
 
@@ -140,7 +144,7 @@ class ValueReader:
             is_end = yield from self._is_next_parameter(at_line_start=bool(break_size))
             return (_Meaning.END_IS_MISSING, break_size) if is_end else (_Meaning.TEXT, len(hit))
         is_end = yield from self._is_call_end()
-        return (_Meaning.END, break_size) if is_end else (_Meaning.TEXT, len(hit))
+        return (_Meaning.END_IS_MISSING, break_size) if is_end else (_Meaning.TEXT, len(hit))
 
     def _is_next_parameter(self, at_line_start: bool) -> Steps[bool]:
         """Return whether another parameter begins here, so that the end marker of this one is missing."""
@@ -184,10 +188,9 @@ class ValueReader:
             return (_Meaning.REPEATS if opening.key in self.call.given else _Meaning.END), end
         if not (call_end := (yield from self._call_end())):
             return _Meaning.TEXT, end
-        is_own = is_own or call_end.is_own or (call_end.is_wrap_closed and not self.depth)
         if not (yield from r.space()):
             return _Meaning.END, end
-        if not is_own:
+        if not (is_own or call_end.is_own):
             return _Meaning.TEXT, end
         if self.depth:
             return _Meaning.CLOSES, call_end.position
@@ -196,14 +199,15 @@ class ValueReader:
     def _call_end(self) -> Steps["_CallEnd | None"]:
         """Read the end of a call, and of its wrapper if that follows; None if there is no end here."""
         r, form = self.call.ctx.r, self.form
-        if not (hit := (yield from form.end_tag(r, (*spellings(form.call_end), *form.wrap_end)))):
+        if not (hit := (yield from form.end_tag(r, form.inner_ends))):
             return None
         end, is_own = r.position, hit in form.ends
-        if hit in form.wrap_end:
+        if hit not in spellings(form.call_end):
             return _CallEnd(end, is_own, is_wrap_closed=True)
         yield from r.space()
-        if (yield from form.end_tag(r, form.wrap_end)):
-            return _CallEnd(r.position, is_own, is_wrap_closed=True)
+        wrap_ends = [end for end in form.inner_ends if end not in spellings(form.call_end)]
+        if wrap_end := (yield from form.end_tag(r, wrap_ends)):
+            return _CallEnd(r.position, is_own or wrap_end in form.ends, is_wrap_closed=True)
         return _CallEnd(end, is_own, is_wrap_closed=False)
 
     def _is_ended_again(self, is_closed: bool) -> Steps[bool]:
@@ -211,10 +215,8 @@ class ValueReader:
         r, form, start = self.call.ctx.r, self.form, self.call.ctx.r.position
         wrap_end = form.wrap_end if self.call.is_wrapped and not is_closed else ()
         words = markers(*self.opening.ends, form.call_end, *form.openers, *wrap_end)
-        # An end that is only written twice ends no other value.
-        yield from r.space()
-        while (yield from form.end_tag(r, form.ends)):
-            yield from r.space()
+        # Ends that are only written again, with nothing between them, end no other value.
+        yield from form.ends_again(r, (*self.opening.ends, *form.inner_ends))
         while (left := _TEXT_LIMIT - (r.position - start)) > 0:
             hit = yield from r.until(words, drop, left, keep=True)
             if not hit or hit in wrap_end:
