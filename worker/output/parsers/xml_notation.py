@@ -258,6 +258,12 @@ def spellings(marker: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*texts, *map(str.upper, texts)]))
 
 
+def end_beginnings(marker: str) -> tuple[str, ...]:
+    """Return the texts one of which any spelling of an end marker begins with."""
+    tags = [_end_tag(text) for text in spellings(marker)]
+    return tuple(tag.stem + follows for tag in tags for follows in (tag.closing, " ", "\t", "\n", "\r", "="))
+
+
 def _opened(label: str) -> tuple[str, bool]:
     """Return the text of a tag without the slash of a tag that closes itself, and whether it had one."""
     text = label.rstrip()
