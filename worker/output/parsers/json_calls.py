@@ -20,6 +20,7 @@ from worker.output.parsers.call import (
 from worker.output.parsers.literal import quoted, scalar, value
 from worker.output.parsers.reader import Malformed, MarkupReader, Steps, collected, markers
 from worker.output.parsers.schema import Parameters
+from worker.output.parsers.xml_notation import end_tag
 
 NAME_KEYS: Final = frozenset({"name", "tool_name", "function_name", "function"})
 ARGUMENT_KEYS: Final = frozenset({"arguments", "parameters", "args", "params"})
@@ -82,15 +83,14 @@ class JsonCalls:
         yield from self._close(ctx)
 
     def _is_end(self, r: MarkupReader) -> Steps[bool]:
-        return bool((yield from r.ahead(r.literal(markers(*self.ends)), NAME_LIMIT)))
+        return bool((yield from r.ahead(end_tag(r, self.ends), NAME_LIMIT)))
 
     def _close(self, ctx: ParserContext) -> Steps[None]:
         if not self.ends:
             return
-        ends = markers(*self.ends)
         while True:
             char = yield from ctx.r.space()
-            if (yield from ctx.r.literal(ends)):
+            if (yield from end_tag(ctx.r, self.ends)):
                 ctx.awaited = ()
                 return
             if not char or char not in "]})`":

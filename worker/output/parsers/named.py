@@ -20,6 +20,7 @@ from worker.output.parsers.call import (
 from worker.output.parsers.json_calls import ARGUMENT_KEYS, NAME_KEYS, JsonCalls
 from worker.output.parsers.reader import Malformed, MarkupReader, Steps, markers
 from worker.output.parsers.schema import Parameters
+from worker.output.parsers.xml_notation import end_tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,11 @@ class SectionCalls:
     def _one(self, ctx: ParserContext) -> Steps[None]:
         r = ctx.r
         yield from r.again(markers(*self.call))
-        header, _ = yield from r.capture(markers(*self.separator), NAME_LIMIT)
+        # The header must not extend beyond the end of a broken call.
+        header, hit = yield from r.capture(markers(*self.separator, *self.call, *self.ends), NAME_LIMIT, keep=True)
+        if hit not in self.separator:
+            raise Malformed
+        yield from r.literal(markers(hit))
         yield from r.again(markers(*self.separator))
         header = header.strip()
         call_id = ""
@@ -207,7 +212,7 @@ class TaggedJson:
         yield from json_arguments(ctx, begin(ctx, checked(name)))
         yield from expect_end(ctx.r)
         end(ctx)
-        yield from ctx.r.literal(markers(*self.ends))
+        yield from end_tag(ctx.r, self.ends)
 
 
 @dataclass(frozen=True, slots=True)

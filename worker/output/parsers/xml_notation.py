@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from worker.output.parsers.call import NAME_LIMIT, ParserContext, checked
+from worker.output.parsers.call import LOOKAHEAD_LIMIT, NAME_LIMIT, ParserContext, checked
 from worker.output.parsers.reader import REPEAT_LIMIT, Malformed, MarkupReader, Steps, markers
 from worker.output.parsers.schema import Parameters
 
@@ -106,7 +106,17 @@ class XmlNotation:
         return (self.call_end, *self.wrap_end)
 
     def head(self, ctx: ParserContext) -> Steps[CallHead]:
-        """Read a call's name and the marker after it."""
+        """Read a call's name and the marker after it, which may be written again."""
+        head = yield from self._head(ctx)
+        while self.call and (yield from ctx.r.ahead(self._next_head(ctx), LOOKAHEAD_LIMIT)) == head:
+            yield from self._next_head(ctx)
+        return head
+
+    def _next_head(self, ctx: ParserContext) -> Steps[CallHead]:
+        yield from ctx.r.expect(markers(*self.inner_starts))
+        return (yield from self._head(ctx))
+
+    def _head(self, ctx: ParserContext) -> Steps[CallHead]:
         if self.call:
             yield from ctx.r.again(markers(*self.inner_starts))
         glued = self.key_end if self.value and not self.call else ""
@@ -123,53 +133,20 @@ class XmlNotation:
         name = attribute(text, "name", "tool") or ("" if is_attribute else text.strip().removeprefix("="))
         return CallHead(checked(name), is_closed=is_closed)
 
-    def end_words(self, r: MarkupReader, ends: Sequence[str]) -> dict[str, str]:
-        """Return the texts with which these end markers begin in any spelling, and the marker that each stands for."""
-        words: dict[str, str] = {}
-        for marker in ends:
-            stem, closing, _ = _end_tag(marker)
-            # A marker that is a token, or ends with one, has no other spelling.
-            is_exact = r.controls.offsets(stem + closing) != r.controls.offsets(stem)
-            words[marker if is_exact else stem] = marker
-        return words
-
-    def end_tag(self, r: MarkupReader, ends: Sequence[str], key: str = "") -> Steps[str]:
-        """Read one of these end markers and return it; "" if there is none here. Raises `Malformed` for half a marker.
-
-        The marker may hold blanks and the name that it ends, which is `key` if that is given.
-        """
-        words = self.end_words(r, ends)
-        if not (word := (yield from r.literal(markers(*words)))):
-            return ""
-        _, closing, rest = _end_tag(words[word])
-        if word != words[word]:
-            label, hit = yield from r.capture(markers(closing, "<"), _END_LABEL_LIMIT)
-            match = _END_LABEL.fullmatch(label)
-            if hit != closing or not match or (key and match[1] not in (None, key)):
-                raise Malformed
-            for tag in filter(None, _JOINT.split(rest)):
-                yield from r.space()
-                yield from r.literal(markers(tag))
-        return words[word]
-
-    def ends_again(self, r: MarkupReader, ends: Sequence[str]) -> Steps[None]:
-        """Consume further end markers, and the whitespace before them."""
-        while (yield from r.ahead(self._next_end(r, ends), REPEAT_LIMIT)):
-            yield from self._next_end(r, ends)
-
-    def _next_end(self, r: MarkupReader, ends: Sequence[str]) -> Steps[str]:
-        yield from r.space()
-        return (yield from self.end_tag(r, ends))
-
     def opening(self, r: MarkupReader, params: Parameters) -> Steps[ParameterStart | None]:
         """Read the start of a parameter; None if there is none here. Raises `Malformed` for half a start.
 
         Markers without their namespace and tags that are named after declared parameters start one too.
         """
         names = params.names
-        own = yield from r.literal(markers(*spellings(self.param)))
+        starts = markers(*spellings(self.param), *_spaced(self.param))
+        own = yield from r.literal(starts)
         if own:
-            label, hit = yield from r.capture(markers(self.key_end, self.value), NAME_LIMIT)
+            yield from r.again(starts)
+            key_ends = (self.key_end, *_spaced(self.key_end)) if self.value else (self.key_end,)
+            label, hit = yield from r.capture(markers(*key_ends, self.value), NAME_LIMIT)
+            if self.value and hit != self.value:
+                yield from r.again(markers(*key_ends))
             key = self._key(_opened(label)[0], params)
             is_own = own == self.param
             if not key or (not is_own and key not in names):
@@ -192,7 +169,7 @@ class XmlNotation:
         """Read the marker between a key and its value, which is optional."""
         if self.value and not has_value:
             yield from r.space()
-            has_value = bool((yield from r.literal(markers(self.value))))
+            has_value = bool((yield from r.literal(markers(self.value, *_spaced(self.value)))))
         ends, label, is_empty = spellings(self.param_end), *_opened(label)
         return ParameterStart(key, label, ends, has_value or not self.value, is_own, is_empty)
 
@@ -236,7 +213,7 @@ class XmlNotation:
         """Return whether any parameter or the end of a call comes next. Consumes it."""
         if (yield from self.opening(r, _ANY_PARAMETERS)):
             return True
-        return bool((yield from r.literal(markers(self.json_block))) or (yield from self.end_tag(r, self.ends)))
+        return bool((yield from r.literal(markers(self.json_block))) or (yield from end_tag(r, self.ends)))
 
     def _key(self, label: str, params: Parameters) -> str:
         """Return the key in a tag; "" if it has none."""
@@ -248,6 +225,49 @@ class XmlNotation:
 
 
 _ANY_PARAMETERS: Final = Parameters({})
+
+
+def end_words(r: MarkupReader, ends: Sequence[str]) -> dict[str, str]:
+    """Return the texts with which these end markers begin in any spelling, and the marker that each stands for."""
+    words: dict[str, str] = {}
+    for marker in ends:
+        stem, closing, _ = _end_tag(marker)
+        # A marker that is no tag, or a token, or ends with one, has no other spelling.
+        is_exact = not closing or r.controls.offsets(stem + closing) != r.controls.offsets(stem)
+        words[marker if is_exact else stem] = marker
+    return words
+
+
+def end_tag(r: MarkupReader, ends: Sequence[str], key: str = "") -> Steps[str]:
+    """Read one of these end markers and return it; "" if there is none here. Raises `Malformed` for half a marker.
+
+    The marker may hold blanks and the name that it ends, which is `key` if that is given.
+    """
+    words = end_words(r, ends)
+    if not (word := (yield from r.literal(markers(*words)))):
+        return ""
+    _, closing, rest = _end_tag(words[word])
+    if word != words[word]:
+        label, hit = yield from r.capture(markers(closing, "<"), _END_LABEL_LIMIT)
+        match = _END_LABEL.fullmatch(label)
+        if hit != closing or not match or (key and match[1] not in (None, key)):
+            raise Malformed
+        for tag in filter(None, _JOINT.split(rest)):
+            yield from r.space()
+            if (yield from r.literal(markers(tag))):
+                yield from r.again(markers(tag))
+    return words[word]
+
+
+def ends_again(r: MarkupReader, ends: Sequence[str]) -> Steps[None]:
+    """Consume further end markers, and the whitespace before them."""
+    while (yield from r.ahead(_next_end(r, ends), REPEAT_LIMIT)):
+        yield from _next_end(r, ends)
+
+
+def _next_end(r: MarkupReader, ends: Sequence[str]) -> Steps[str]:
+    yield from r.space()
+    return (yield from end_tag(r, ends))
 
 
 @lru_cache(maxsize=64)
@@ -262,6 +282,11 @@ def end_beginnings(marker: str) -> tuple[str, ...]:
     """Return the texts one of which any spelling of an end marker begins with."""
     tags = [_end_tag(text) for text in spellings(marker)]
     return tuple(tag.stem + follows for tag in tags for follows in (tag.closing, " ", "\t", "\n", "\r", "="))
+
+
+def _spaced(tag: str) -> tuple[str, ...]:
+    """Return the spelling of a whole tag with a blank at its end."""
+    return (tag[:-1] + " >",) if tag.endswith(">") else ()
 
 
 def _opened(label: str) -> tuple[str, bool]:

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from worker.output.parsers.call import LOOKAHEAD_LIMIT, NAME_LIMIT, ParserContext, drop
 from worker.output.parsers.reader import Emit, Malformed, MarkerSet, Steps, markers
 from worker.output.parsers.schema import Parameters, Types
-from worker.output.parsers.xml_notation import ParameterStart, XmlNotation, spellings
+from worker.output.parsers.xml_notation import ParameterStart, XmlNotation, end_tag, end_words, ends_again, spellings
 
 # Maximum number of characters of text after a call in which another end of the same call is searched.
 _TEXT_LIMIT: Final = 256
@@ -48,14 +48,15 @@ class _CallEnd(NamedTuple):
 
 @dataclass(slots=True)
 class CallState:
-    """Call that is being read. `given` are the keys of its parameters; `is_repaired` means that the end marker of a
-    value was missing.
+    """Call that is being read. `given` are the keys of its parameters, `quoted` the declared ones whose starts stand in
+    its values; `is_repaired` means that the end marker of a value was missing.
     """
 
     ctx: ParserContext
     params: Parameters
     is_wrapped: bool
     given: list[str] = field(default_factory=list[str])
+    quoted: set[str] = field(default_factory=set[str])
     is_repaired: bool = False
 
 
@@ -74,14 +75,28 @@ class ValueReader:
     has_quoted_end: bool = False
     # Whether a parameter that the call does not have yet was read as part of a quoted call.
     has_quoted_parameter: bool = False
-    # Whether an end marker of the value was read as text outside of quoted calls.
+    # Outside of quoted calls: whether an end of the value or call was read as text, and how many starts of parameters
+    # are quoted without their end.
     has_text_end: bool = False
+    open_parameters: int = 0
 
     def start(self) -> Steps[None]:
         """Read the markup between the start of the parameter and its text."""
         r, form = self.call.ctx.r, self.form
+        if self.types and "string" not in self.types:
+            # No value of these types begins with its own start.
+            while (yield from r.ahead(self._start_again(), NAME_LIMIT)):
+                yield from self._start_again()
         self.is_line = form.strip_line and bool((yield from r.literal(markers(*_LINE_BREAKS))))
         self.is_cdata = form.cdata and bool((yield from r.literal(markers(CDATA))))
+
+    def _start_again(self) -> Steps[bool]:
+        r, form = self.call.ctx.r, self.form
+        yield from r.space()
+        if form.value and (yield from r.literal(markers(form.value))):
+            return True
+        opening = yield from form.opening(r, self.call.params)
+        return bool(opening and opening.key == self.opening.key)
 
     def text(self, emit: Emit) -> Steps[None]:
         """Emit the text of the value and consume its end marker. Raises `Malformed`."""
@@ -90,11 +105,12 @@ class ValueReader:
             meaning, size = (yield from r.ahead(self._meaning(hit), LOOKAHEAD_LIMIT)) or (_Meaning.TEXT, len(hit))
             match meaning:
                 case _Meaning.END | _Meaning.END_IS_MISSING:
+                    is_repaired = meaning is _Meaning.END_IS_MISSING
                     if self.depth and (self.has_quoted_end or self.has_quoted_parameter):
                         break  # it is not known what the value has quoted
-                    if self.has_text_end and meaning is _Meaning.END_IS_MISSING:
+                    if self.has_text_end and (self.depth or is_repaired):
                         break  # the text after the last end marker may be no part of the value
-                    self.call.is_repaired |= meaning is _Meaning.END_IS_MISSING
+                    self.call.is_repaired |= is_repaired
                     r.take(size)
                     return
                 case _Meaning.REPEATS:
@@ -106,21 +122,31 @@ class ValueReader:
                     self.depth -= 1
                     self.has_quoted_end = True
                 case _Meaning.TEXT:
-                    self.has_text_end |= not self.depth and hit.lstrip("\r\n") in self._ends()
+                    self._note_text(hit.lstrip("\r\n"))
             emit(r.take(size))
         raise Malformed
+
+    def _note_text(self, word: str) -> None:
+        """Record a marker that is a part of the value."""
+        if self.depth:
+            return
+        if word == self.form.param:
+            self.open_parameters += 1
+        elif word in self._ends():
+            self.open_parameters = max(0, self.open_parameters - 1)
+        self.has_text_end |= word in self._ends() or word in end_words(self.call.ctx.r, self.form.ends)
 
     def _stop(self) -> MarkerSet:
         form = self.form
         if self.is_cdata:
             return markers(_CDATA_END)
-        own, outer = self._ends(), form.end_words(self.call.ctx.r, form.ends)
+        own, outer = self._ends(), end_words(self.call.ctx.r, form.ends)
         on_lines = [form.param, *outer, *(own if form.strip_line else ())]
         lines = [line_break + word for word in on_lines for line_break in _LINE_BREAKS]
         return markers(form.param, *form.openers, *outer, *own, *lines)
 
     def _ends(self) -> dict[str, str]:
-        return self.form.end_words(self.call.ctx.r, self.opening.ends)
+        return end_words(self.call.ctx.r, self.opening.ends)
 
     def _meaning(self, hit: str) -> Steps[tuple[_Meaning, int]]:
         """Return the meaning of the marker that comes next, and the number of characters that share it."""
@@ -153,20 +179,25 @@ class ValueReader:
             return False
         if not self.call.params.names:
             return self.form.strip_line and at_line_start
+        if opening.key not in self.call.params.names:
+            return False
         # A model that writes values on lines of their own writes their markers there, too.
-        return opening.key in self.call.params.names and (at_line_start or not self.is_line)
+        is_next = at_line_start or not self.is_line
+        if not is_next:
+            self.call.quoted.add(opening.key)
+        return is_next
 
     def _end(self) -> Steps[str]:
         """Read an end marker of the value, in any spelling."""
-        return (yield from self.form.end_tag(self.call.ctx.r, self.opening.ends, self.opening.key))
+        return (yield from end_tag(self.call.ctx.r, self.opening.ends, self.opening.key))
 
     def _after_end(self, is_own: bool) -> Steps[tuple[_Meaning, int]]:
         """Return the meaning of an end marker by what follows it, and where the text ends that shares the meaning."""
         r, end = self.call.ctx.r, self.call.ctx.r.position
         last = end
         char = yield from r.space()
-        # A marker that is written again directly behind it is no text.
-        while not self.depth and (yield from self._end()):
+        # A marker that is written again directly behind it is no text, unless it ends a parameter in the value.
+        while not (self.depth or self.open_parameters) and (yield from self._end()):
             last = r.position
             char = yield from r.space()
         if not char:
@@ -199,14 +230,14 @@ class ValueReader:
     def _call_end(self) -> Steps["_CallEnd | None"]:
         """Read the end of a call, and of its wrapper if that follows; None if there is no end here."""
         r, form = self.call.ctx.r, self.form
-        if not (hit := (yield from form.end_tag(r, form.inner_ends))):
+        if not (hit := (yield from end_tag(r, form.inner_ends))):
             return None
         end, is_own = r.position, hit in form.ends
         if hit not in spellings(form.call_end):
             return _CallEnd(end, is_own, is_wrap_closed=True)
         yield from r.space()
         wrap_ends = [end for end in form.inner_ends if end not in spellings(form.call_end)]
-        if wrap_end := (yield from form.end_tag(r, wrap_ends)):
+        if wrap_end := (yield from end_tag(r, wrap_ends)):
             return _CallEnd(r.position, is_own or wrap_end in form.ends, is_wrap_closed=True)
         return _CallEnd(end, is_own, is_wrap_closed=False)
 
@@ -216,7 +247,7 @@ class ValueReader:
         wrap_end = form.wrap_end if self.call.is_wrapped and not is_closed else ()
         words = markers(*self.opening.ends, form.call_end, *form.openers, *wrap_end)
         # Ends that are only written again, with nothing between them, end no other value.
-        yield from form.ends_again(r, (*self.opening.ends, *form.inner_ends))
+        yield from ends_again(r, (*self.opening.ends, *form.inner_ends))
         while (left := _TEXT_LIMIT - (r.position - start)) > 0:
             hit = yield from r.until(words, drop, left, keep=True)
             if not hit or hit in wrap_end:

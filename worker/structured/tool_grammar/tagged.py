@@ -89,9 +89,7 @@ class _XmlWriter:
         form, keys = self._form, list(tool.properties)
         before = keys[: keys.index(key)]
         is_last = all(other in before and other in tool.required for other in keys if other != key)
-        # Values that begin on a line of their own end before a parameter only at the start of a line.
-        param = ("\n" if self._look.value == "\n" else "") + form.param
-        further = () if is_last else (param,)
+        further = () if is_last else (form.param,)
         return (*end_beginnings(form.param_end), *form.openers, *further, *((CDATA,) if form.cdata else ()))
 
     def shape(self, tools: Sequence[ToolSchema]) -> Shape:
