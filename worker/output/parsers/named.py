@@ -123,9 +123,10 @@ class SectionCalls:
 
     def _prose(self, ctx: ParserContext) -> Steps[str]:
         """Return the text between the start of a section and the first whole head of a call. Raises `Malformed`."""
-        text, _ = yield from ctx.r.capture(markers(*self.call))
-        _, hit = yield from ctx.r.capture(markers(*self.separator, *self.ends, *self.section), NAME_LIMIT)
-        if hit not in self.separator:
+        known = markers(*self.call, *self.separator, *self.ends, *self.section)
+        text, first = yield from ctx.r.capture(known)
+        _, second = yield from ctx.r.capture(known, NAME_LIMIT)
+        if first not in self.call or second not in (*self.separator, *self.call):
             raise Malformed
         return text
 

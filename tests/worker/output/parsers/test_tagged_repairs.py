@@ -332,6 +332,10 @@ def test_text_in_a_section_before_its_first_call_is_content(family: str) -> None
     section = CALLS[family].partition(">")[0] + ">"
     calls, content, _, malformed = read(family, CALLS[family].replace(section, section + "Let me write.\n", 1))
     assert (calls, content.strip(), malformed) == ([("write", {"path": "a"})], "Let me write.", 0)
+    head, call = re.findall(r"<[^<>]*>", CALLS[family])[:2]
+    inner = CALLS[family].removeprefix(head + call).rpartition("<")[0]
+    calls, content, _, malformed = read(family, head + inner + call + inner)
+    assert [name for name, _ in calls] == ["write", "write"]
 
 
 @pytest.mark.parametrize("family", ["hermes", "jamba", "command_r7b"])
