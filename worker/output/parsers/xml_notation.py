@@ -22,7 +22,7 @@ _SEPARATOR: Final = "<|sep|>"
 _NAMESPACE = re.compile("｜DSML｜|atem:|steptml:")
 
 
-class CallHead(NamedTuple):
+class TagHead(NamedTuple):
     """Head of a call: its name, the key of a parameter that follows without its start marker, and whether the tag is
     closed itself, so that the call has no parameters.
     """
@@ -105,18 +105,18 @@ class XmlNotation:
     def ends(self) -> tuple[str, ...]:
         return (self.call_end, *self.wrap_end)
 
-    def head(self, ctx: ParserContext) -> Steps[CallHead]:
+    def head(self, ctx: ParserContext) -> Steps[TagHead]:
         """Read a call's name and the marker after it, which may be written again."""
         head = yield from self._head(ctx)
         while self.call and (yield from ctx.r.ahead(self._next_head(ctx), LOOKAHEAD_LIMIT)) == head:
             yield from self._next_head(ctx)
         return head
 
-    def _next_head(self, ctx: ParserContext) -> Steps[CallHead]:
+    def _next_head(self, ctx: ParserContext) -> Steps[TagHead]:
         yield from ctx.r.expect(markers(*self.inner_starts))
         return (yield from self._head(ctx))
 
-    def _head(self, ctx: ParserContext) -> Steps[CallHead]:
+    def _head(self, ctx: ParserContext) -> Steps[TagHead]:
         if self.call:
             yield from ctx.r.again(markers(*self.inner_starts))
         glued = self.key_end if self.value and not self.call else ""
@@ -125,13 +125,13 @@ class XmlNotation:
             if not (pair := ctx.tools.name_and_parameter(text.strip())):
                 raise Malformed
             yield from ctx.r.literal(markers(closing))
-            return CallHead(*pair)
+            return TagHead(*pair)
         if self.call or closing == "\n":
             yield from ctx.r.literal(markers(closing))
         is_attribute = self.call and not self.call.endswith(("=", ">"))
         text, is_closed = _opened(text) if self.call else (text, False)
         name = attribute(text, "name", "tool") or ("" if is_attribute else text.strip().removeprefix("="))
-        return CallHead(checked(name), is_closed=is_closed)
+        return TagHead(checked(name), is_closed=is_closed)
 
     def opening(self, r: MarkupReader, params: Parameters) -> Steps[ParameterStart | None]:
         """Read the start of a parameter; None if there is none here. Raises `Malformed` for half a start.

@@ -79,6 +79,9 @@ class ValueReader:
     # are quoted without their end.
     has_text_end: bool = False
     open_parameters: int = 0
+    # Position of the text in the whole text, and whether the start of the value is written again there.
+    text_start: int = 0
+    has_start_again: bool = False
 
     def start(self) -> Steps[None]:
         """Read the markup between the start of the parameter and its text."""
@@ -101,6 +104,7 @@ class ValueReader:
     def text(self, emit: Emit) -> Steps[None]:
         """Emit the text of the value and consume its end marker. Raises `Malformed`."""
         r, stop = self.call.ctx.r, self._stop()
+        self.text_start = r.position
         while hit := (yield from r.until(stop, emit, keep=True)):
             meaning, size = (yield from r.ahead(self._meaning(hit), LOOKAHEAD_LIMIT)) or (_Meaning.TEXT, len(hit))
             match meaning:
@@ -108,6 +112,8 @@ class ValueReader:
                     is_repaired = meaning is _Meaning.END_IS_MISSING
                     if self.depth and (self.has_quoted_end or self.has_quoted_parameter):
                         break  # it is not known what the value has quoted
+                    if self.has_start_again and self.open_parameters:
+                        break  # the value has one end for two starts
                     if self.has_text_end and (self.depth or is_repaired):
                         break  # the text after the last end marker may be no part of the value
                     self.call.is_repaired |= is_repaired
@@ -167,14 +173,15 @@ class ValueReader:
             return meaning, end - start
         r.take(break_size)
         if word == self.form.param:
-            is_end = yield from self._is_next_parameter(at_line_start=bool(break_size))
+            is_end = yield from self._is_next_parameter(bool(break_size), is_first=start == self.text_start)
             return (_Meaning.END_IS_MISSING, break_size) if is_end else (_Meaning.TEXT, len(hit))
         is_end = yield from self._is_call_end()
         return (_Meaning.END_IS_MISSING, break_size) if is_end else (_Meaning.TEXT, len(hit))
 
-    def _is_next_parameter(self, at_line_start: bool) -> Steps[bool]:
+    def _is_next_parameter(self, at_line_start: bool, is_first: bool) -> Steps[bool]:
         """Return whether another parameter begins here, so that the end marker of this one is missing."""
         opening = yield from self.form.opening(self.call.ctx.r, self.call.params)
+        self.has_start_again |= is_first and opening is not None and opening.key == self.opening.key
         if not opening or not opening.is_whole or opening.key in self.call.given or self.depth:
             return False
         if not self.call.params.names:

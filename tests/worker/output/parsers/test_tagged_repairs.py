@@ -304,6 +304,15 @@ def test_a_value_that_may_hold_the_next_argument_or_call_makes_the_call_malforme
     assert malformed == 1 or calls == [CALL, ("write", {"path": "c", "body": "d"})]
 
 
+@pytest.mark.parametrize("family", [family for family, known in TAGGED.items() if not known.form.value])
+def test_a_start_of_a_value_that_is_written_again_is_never_its_text_without_a_report(family: str) -> None:
+    raw = rendered(family, [("write", {"limit": "3", "body": "b"})])
+    first, second = re.findall(re.escape(TAGGED[family].form.param) + r"[^<]*?(?:<\|sep\|>|>)\n?", raw)[:2]
+    calls, _, _, malformed = read(family, raw.replace(first, first + first))
+    assert (calls, malformed) == ([("write", {"limit": 3, "body": "b"})], 0)
+    assert read(family, raw.replace(second, second + second))[-1] == 1
+
+
 CALLS: Final = {
     "hermes": '<tool_call>\n{"name": "write", "arguments": {"path": "a"}}\n</tool_call>',
     "jamba": '<tool_calls>[{"name": "write", "arguments": {"path": "a"}}]</tool_calls>',
