@@ -35,6 +35,8 @@ from worker.output.parsers.reader import (
 from worker.output.parsers.schema import STRING, Parameters, Tools, coerced_string, json_text
 
 NAME_LIMIT: Final = 256
+# Maximum number of characters of a lookahead, more than the markup between any two values.
+LOOKAHEAD_LIMIT: Final = 512
 FENCE: Final = "```"
 _FENCES: Final = markers(FENCE)
 _LANGUAGES: Final = markers("json", "JSON", "python", "tool_call", "tool_calls", "tool_code")
@@ -55,6 +57,8 @@ class ParserContext:
     out: ParsedOutput
     tools: Tools
     in_code: bool = False  # whether a fence has opened a block of code in the text
+    # End markers that the calls read last lack so far: text may stand before them.
+    awaited: tuple[str, ...] = ()
 
 
 class CallFormat(Protocol):
@@ -82,23 +86,40 @@ def drop(_: str) -> None:
 def attempt(ctx: ParserContext, form: CallFormat, hit: str, text: Emit) -> Steps[bool]:
     """Parse calls; pass markup that turns out not to be a call to `text`. Returns whether there was a call."""
     r, out, before = ctx.r, ctx.out, ctx.out.calls
-    r.trace = [hit]
+    r.trace, ctx.awaited = [hit], ()
     try:
-        yield from form.calls(ctx, hit)
+        yield from read_calls(ctx, form, hit)
     except Malformed as error:
         if out.in_call:
             yield from _break_off(ctx, form, isinstance(error, Unclosed))
         else:
             raw = r.untrace()
             # A marker or bracket alone is ordinary text. With more text after it, it was probably an attempt at a call.
-            is_marker = len(hit) > 1 and hit != FENCE
-            out.malformed += len(raw.rstrip()) > len(hit) + 1 if is_marker else '"name"' in raw
-            text(raw)
+            # So is text after a call that is no call.
+            is_attempt = out.calls > before or len(raw.rstrip()) > len(hit) + 1
+            out.malformed += is_attempt if is_marker(hit) else '"name"' in raw
+            # A marker behind a call, with which the output ends, begins nothing.
+            is_left = out.calls > 0 and out.is_blank and raw.strip() == hit and not (yield from r.peek())
+            text("" if is_left and is_marker(hit) else raw)
+    if out.calls == before:
+        ctx.awaited = ()
     tail, r.trace = "".join(r.trace or ()), None
     if out.calls > before and (blank := tail[len(tail.rstrip()) :]):
         # Whitespace after the last call belongs to the text, if no further call follows.
         out.text(blank)
     return out.calls > before
+
+
+def read_calls(ctx: ParserContext, form: CallFormat, hit: str) -> Steps[None]:
+    """Read the calls that begin with `hit`, which is consumed and may be written again. Raises `Malformed`."""
+    if is_marker(hit):
+        yield from ctx.r.again(markers(hit))
+    yield from form.calls(ctx, hit)
+
+
+def is_marker(hit: str) -> bool:
+    """Return whether the start of calls is markup, not a bracket or fence."""
+    return len(hit) > 1 and hit != FENCE
 
 
 def _break_off(ctx: ParserContext, form: CallFormat, is_unclosed: bool) -> Steps[None]:

@@ -39,7 +39,7 @@ _QWEN_XML = XmlCalls(
     param="<parameter=", key_end=">", param_end="</parameter>", call_end="</function>", json=True,
 )  # fmt: skip
 _SEED = XmlCalls(
-    inline=True,
+    strip_line=False,
     wrap=("<seed:tool_call>",), wrap_end=("</seed:tool_call>",), call="<function=", head_end=(">",),
     param="<parameter=", key_end=">", param_end="</parameter>", call_end="</function>",
 )  # fmt: skip
@@ -55,17 +55,16 @@ _LONGCAT = XmlCalls(
     call_end="</longcat_tool_call>", strip_line=False, json=True,
 )  # fmt: skip
 _MINIMAX_M2 = XmlCalls(
-    inline=True,
+    strip_line=False,
     wrap=("<minimax:tool_call>",), wrap_end=("</minimax:tool_call>",), call="<invoke", head_end=(">",),
     param="<parameter", key_end=">", param_end="</parameter>", call_end="</invoke>", call_alone=False,
 )  # fmt: skip
 _DOTS = XmlCalls(
-    inline=True,
     wrap=("<dots_function_call>",), wrap_end=("</dots_function_call>",), call="<invoke", head_end=(">",),
     param="<parameter", key_end=">", param_end="</parameter>", call_end="</invoke>", call_alone=False, json=True,
 )  # fmt: skip
 _MINICPM5 = XmlCalls(
-    inline=True,
+    strip_line=False,
     wrap=(), wrap_end=(), call="<function", head_end=(">",), param="<param", key_end=">", param_end="</param>",
     call_end="</function>", cdata=True,
 )  # fmt: skip
@@ -102,7 +101,7 @@ def _hy(suffix: str) -> XmlCalls:
 
 _KIMI_K2 = SectionCalls(
     section=("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"), call=("<|tool_call_begin|>",),
-    separator=("<|tool_call_argument_begin|>",), ends=("<|tool_call_end|>",),
+    separator=("<|tool_call_argument_begin|>",), call_end=("<|tool_call_end|>",),
     section_end=("<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
 )  # fmt: skip
 # The tokenizer's own spelling comes first, then those of converted vocabularies.
@@ -111,12 +110,12 @@ _DEEPSEEK = SectionCalls(
     section=tuple(f"<{mark.format('tool', 'calls', 'begin')}>" for mark in _DS),
     call=tuple(f"<{mark.format('tool', 'call', 'begin')}>" for mark in _DS),
     separator=("<｜tool▁sep｜>", "<｜tool_sep｜>", "<｜tool sep｜>", "<｜tool\\_sep｜>"),
-    ends=tuple(f"<{mark.format('tool', 'call', 'end')}>" for mark in _DS),
+    call_end=tuple(f"<{mark.format('tool', 'call', 'end')}>" for mark in _DS),
     section_end=tuple(f"<{mark.format('tool', 'calls', 'end')}>" for mark in _DS),
 )
 _SOLAR = SectionCalls(
     section=("<|tool_calls|>",), call=("<|tool_call:begin|>",), separator=("<|tool_call:args|>",),
-    ends=("<|tool_call:end|>",), section_end=("<|calls|>",), id_separator="<|tool_call:name|>",
+    call_end=("<|tool_call:end|>",), section_end=("<|calls|>",), id_separator="<|tool_call:name|>",
 )  # fmt: skip
 _COHERE = JsonCalls(("<|START_ACTION|>",), ("<|END_ACTION|>",))
 _COHERE_DROP = (
@@ -142,7 +141,7 @@ def _row(
     return ParserFamily(MarkupGrammar(formats, think), keep_gap=keep_gap, trim_before_tool=trim_before_tool)
 
 
-_DEEPSEEK_V3 = MarkupGrammar((_DEEPSEEK,), _THINK, (*_DEEPSEEK.section_end, *_DEEPSEEK.ends), tool_ends_think="always")
+_DEEPSEEK_V3 = MarkupGrammar((_DEEPSEEK,), _THINK, _DEEPSEEK.ends, tool_ends_think="always")
 _DEEPSEEK_V32 = MarkupGrammar((_DSML,), _THINK, tool_ends_think="always")
 _MISTRAL = MarkupGrammar((MistralCalls(),), Think(("[THINK]",), ("[/THINK]",), is_explicit=True))
 _QWEN_LINE = MarkupGrammar((_QWEN_XML,), _THINK, tool_ends_think="line")

@@ -7,6 +7,7 @@ from typing import Final
 from worker.output.parsers.call import (
     FENCE,
     FIELD_LEFT,
+    NAME_LIMIT,
     ParserContext,
     begin,
     end,
@@ -19,6 +20,7 @@ from worker.output.parsers.call import (
 from worker.output.parsers.literal import quoted, scalar, value
 from worker.output.parsers.reader import Malformed, MarkupReader, Steps, collected, markers
 from worker.output.parsers.schema import Parameters
+from worker.output.parsers.xml_notation import end_tag
 
 NAME_KEYS: Final = frozenset({"name", "tool_name", "function_name", "function"})
 ARGUMENT_KEYS: Final = frozenset({"arguments", "parameters", "args", "params"})
@@ -43,14 +45,19 @@ class JsonCalls:
     keyed: bool = False
 
     def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
-        r = ctx.r
+        r, ctx.awaited = ctx.r, self.ends
         is_open, is_list, is_first = hit == "{", hit.endswith("["), True
         is_fenced = hit == FENCE and (yield from fence(ctx, hit))
         while True:
             char = "{" if is_open else (yield from r.space())
             if char == "{":
                 r.take(0 if is_open else 1)
-                yield from self._object(ctx)
+                try:
+                    yield from self._object(ctx)
+                except Malformed:
+                    # The object may be further arguments of the call before it.
+                    ctx.out.is_broken |= not (is_first or self.bare)
+                    raise
                 is_open = is_first = False
             elif char == "[" and is_first and not is_list:
                 r.take(1)
@@ -62,24 +69,31 @@ class JsonCalls:
                 break
             elif char and char in ",;" and not is_first:
                 r.take(1)
-                if (yield from r.space()) != "{":
+                if (yield from r.space()) not in ("{", "]", "") and not (yield from self._is_end(r)):
                     ctx.out.text(r.untrace())
                     return
             elif is_first:
                 raise Malformed
             else:
+                if char in ("'", '"') and not self.bare:
+                    ctx.out.mark_incomplete()  # a further argument, without its comma
                 break
         if is_fenced:
             yield from end_fence(ctx)
         yield from self._close(ctx)
 
+    def _is_end(self, r: MarkupReader) -> Steps[bool]:
+        return bool((yield from r.ahead(end_tag(r, self.ends), NAME_LIMIT)))
+
     def _close(self, ctx: ParserContext) -> Steps[None]:
         if not self.ends:
             return
-        ends = markers(*self.ends)
         while True:
             char = yield from ctx.r.space()
-            if not char or (yield from ctx.r.literal(ends)) or char not in "]})`":
+            if (yield from end_tag(ctx.r, self.ends)):
+                ctx.awaited = ()
+                return
+            if not char or char not in "]})`":
                 return
             ctx.r.take(1)
 

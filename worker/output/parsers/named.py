@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from worker.output.parsers.call import (
+    LOOKAHEAD_LIMIT,
     NAME_LIMIT,
     ParserContext,
     begin,
@@ -19,6 +20,7 @@ from worker.output.parsers.call import (
 from worker.output.parsers.json_calls import ARGUMENT_KEYS, NAME_KEYS, JsonCalls
 from worker.output.parsers.reader import Malformed, MarkupReader, Steps, markers
 from worker.output.parsers.schema import Parameters
+from worker.output.parsers.xml_notation import end_tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +36,37 @@ class MistralCalls:
             yield from _MISTRAL_LIST.calls(ctx, hit)
             return
         while True:
-            name, _ = yield from r.capture(markers("[ARGS]", "[CALL_ID]", "{"), NAME_LIMIT, keep=True)
-            call_id = ""
-            if (yield from r.literal(markers("[ARGS]", "[CALL_ID]"))) == "[CALL_ID]":
-                call_id, _ = yield from r.capture(markers("[ARGS]"), NAME_LIMIT)
-            yield from json_arguments(ctx, begin(ctx, checked(name), call_id.strip()))
-            yield from refuse_continuation(r)
-            end(ctx)
+            yield from self._one(ctx)
             yield from r.space()
-            if not (yield from r.literal(markers(*self.starts))):
+            if (yield from r.literal(markers(*self.starts))):
+                yield from r.again(markers(*self.starts))
+            elif not (yield from r.ahead(self._is_next(ctx), NAME_LIMIT)):
                 return
+
+    def _one(self, ctx: ParserContext) -> Steps[None]:
+        r, arguments = ctx.r, markers("[ARGS]")
+        name, hit = yield from r.capture(markers("[ARGS]", "[CALL_ID]", "{", *self.starts), NAME_LIMIT, keep=True)
+        name, call_id = ctx.tools.declared(checked(name)), ""
+        is_empty = hit in self.starts
+        if is_empty and name not in ctx.tools:
+            raise Malformed
+        if (yield from r.literal(markers("[ARGS]", "[CALL_ID]"))) == "[CALL_ID]":
+            call_id, _ = yield from r.capture(arguments, NAME_LIMIT)
+        yield from r.again(arguments)
+        params = begin(ctx, name, call_id.strip())
+        if not (yield from r.space()):
+            is_empty = name in ctx.tools and not params.names and not r.is_cut
+        if is_empty or (yield from r.until(markers(*self.starts), drop, 0, keep=True)):
+            ctx.out.args("{}")
+        else:
+            yield from json_arguments(ctx, params)
+            yield from refuse_continuation(r)
+        end(ctx)
+
+    def _is_next(self, ctx: ParserContext) -> Steps[bool]:
+        """Return whether a call to a declared tool follows without a start marker."""
+        name, _ = yield from ctx.r.capture(markers("[ARGS]", "[CALL_ID]"), NAME_LIMIT)
+        return ctx.tools.declared(checked(name)) in ctx.tools
 
 
 _MISTRAL_LIST: Final = JsonCalls(("[TOOL_CALLS]",), late=True)
@@ -61,7 +84,7 @@ class SectionCalls:
     section: tuple[str, ...]
     call: tuple[str, ...]
     separator: tuple[str, ...]
-    ends: tuple[str, ...]
+    call_end: tuple[str, ...]
     section_end: tuple[str, ...]
     id_separator: str = ""
 
@@ -69,28 +92,53 @@ class SectionCalls:
     def starts(self) -> tuple[str, ...]:
         return self.section + self.call
 
+    @property
+    def ends(self) -> tuple[str, ...]:
+        return self.call_end + self.section_end
+
     def calls(self, ctx: ParserContext, hit: str) -> Steps[None]:
         r, call = ctx.r, markers(*self.call)
-        is_open = hit in self.call
+        if hit in self.section:
+            ctx.awaited = self.section_end
+            text = yield from r.ahead(self._prose(ctx), LOOKAHEAD_LIMIT)
+            if text and text.strip():
+                ctx.out.text(r.take(len(text)))
+                r.trace = []
+            yield from r.space()
+            if (yield from r.literal(markers(*self.section_end))):
+                return
+            # The outer marker may be followed by the first call without an inner marker.
+            yield from r.literal(call)
         while True:
-            if not is_open:
-                # The outer marker may be followed by the first call without an inner marker.
-                yield from r.space()
-                if (yield from r.literal(markers(*self.section_end))):
-                    return
-                yield from r.literal(call)
             yield from self._one(ctx)
-            for closing in (("```",), self.ends, ()):
+            for closing in (("```",), self.call_end, ()):
                 yield from r.space()
                 yield from r.literal(markers(*closing))
+            yield from r.again(markers(*self.call_end))
+            yield from r.space()
             if not (yield from r.literal(call)):
-                yield from r.literal(markers(*self.section_end))
+                if (yield from r.literal(markers(*self.section_end))):
+                    ctx.awaited = ()
                 return
-            is_open = True
+
+    def _prose(self, ctx: ParserContext) -> Steps[str]:
+        """Return the text between the start of a section and the first whole head of a call. Raises `Malformed`."""
+        known = markers(*self.call, *self.separator, *self.ends, *self.section)
+        text, first = yield from ctx.r.capture(known)
+        _, second = yield from ctx.r.capture(known, NAME_LIMIT)
+        if first not in self.call or second not in (*self.separator, *self.call):
+            raise Malformed
+        return text
 
     def _one(self, ctx: ParserContext) -> Steps[None]:
         r = ctx.r
-        header, _ = yield from r.capture(markers(*self.separator), NAME_LIMIT)
+        yield from r.again(markers(*self.call))
+        # The header must not extend beyond the end of a broken call.
+        header, hit = yield from r.capture(markers(*self.separator, *self.call, *self.ends), NAME_LIMIT, keep=True)
+        if hit not in self.separator:
+            raise Malformed
+        yield from r.literal(markers(hit))
+        yield from r.again(markers(*self.separator))
         header = header.strip()
         call_id = ""
         if self.id_separator:
@@ -98,7 +146,7 @@ class SectionCalls:
         elif ":" in header:
             call_id = header
         if (yield from r.space()) not in ("{", '"'):
-            if (yield from r.until(markers(*self.ends), drop, 0, keep=True)):
+            if (yield from r.until(markers(*self.ends, *self.call), drop, 0, keep=True)):
                 begin(ctx, self._name(header, call_id), call_id)
                 ctx.out.args("{}")
                 end(ctx)
@@ -165,7 +213,7 @@ class TaggedJson:
         yield from json_arguments(ctx, begin(ctx, checked(name)))
         yield from expect_end(ctx.r)
         end(ctx)
-        yield from ctx.r.literal(markers(*self.ends))
+        yield from end_tag(ctx.r, self.ends)
 
 
 @dataclass(frozen=True, slots=True)

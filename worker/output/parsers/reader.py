@@ -8,7 +8,7 @@ primitive consumes the text that it has decided on, so the buffer stays as short
 import re
 from collections.abc import Callable, Generator, Iterable
 from functools import lru_cache
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from worker.output.parsers.controls import NO_CONTROLS, Controls
 
@@ -17,6 +17,8 @@ Steps = Generator[None, None, T]
 Emit = Callable[[str], None]
 
 _NOT_SPACE = re.compile(r"\S")
+# Maximum number of characters of a marker that is written again, and the whitespace before it.
+REPEAT_LIMIT: Final = 128
 
 
 class Malformed(Exception):
@@ -168,6 +170,11 @@ class MarkupReader:
             match = words.pattern.match(self.buf, self.at)
             word = self._genuine(words, match) if match else ""
             return self.take(len(word)) if word else ""
+
+    def again(self, words: MarkerSet) -> Steps[None]:
+        """Consume further copies of a marker that was just consumed, and the whitespace before them."""
+        while (yield from self.ahead(self.expect(words), REPEAT_LIMIT)):
+            yield from self.expect(words)
 
     def until(self, words: MarkerSet, emit: Emit, limit: int = -1, keep: bool = False) -> Steps[str]:
         """Emit all text before the first of `words` as it arrives, and consume that word unless `keep`.

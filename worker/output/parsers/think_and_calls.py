@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from protocol.from_worker import DeltaKind
-from worker.output.parsers.call import CallFormat, ParserContext, attempt
+from worker.output.parsers.call import LOOKAHEAD_LIMIT, CallFormat, ParserContext, attempt, read_calls
 from worker.output.parsers.events import ParsedOutput
 from worker.output.parsers.reader import Steps, markers
 from worker.output.parsers.xml_notation import XmlNotation
-from worker.output.parsers.xml_values import LOOKAHEAD_LIMIT
 
 # Maximum number of searches for a last call that begin in searched text. Each may cost as much as the whole text.
 _SEARCHES_MAX: Final = 4
@@ -44,8 +43,9 @@ class MarkupGrammar:
     """Markup of a family. `drop` is markup without meaning; `opening` is a call format that is tried where content
     begins.
 
-    `tool_ends_think` says when a call inside reasoning ends the reasoning: `always`, only at the beginning of a `line`,
-    or `last`: only a whole call to a declared tool with which the output ends. Other calls are part of the reasoning.
+    `tool_ends_think` says when a call inside reasoning ends the reasoning: `always`, at the beginning of a `line`, or
+    `last`: only a whole call to a declared tool with which the output ends, as it does in each case. Other calls are
+    part of the reasoning.
     """
 
     formats: tuple[CallFormat, ...] = ()
@@ -77,12 +77,15 @@ class Conversation:
         self._by_start = {start: form for form in grammar.formats for start in form.starts}
         self._starts, self._ends = (grammar.think.starts, grammar.think.ends) if grammar.think else ((), ())
         self._value_ends = [form.param_end for form in grammar.formats if isinstance(form, XmlNotation)]
+        # Only a tag is certainly the end of a call.
+        self._call_ends = [end for form in grammar.formats for end in form.ends if end.startswith("<")]
         self._content = markers(
-            *self._starts, *self._ends, *grammar.drop, *self._by_start, *self._value_ends, *_END_OF_TURN
-        )
+            *self._starts, *self._ends, *grammar.drop, *self._by_start, *self._value_ends, *self._call_ends,
+            *_END_OF_TURN,
+        )  # fmt: skip
         calls = self._by_start if ctx.tools or grammar.tool_ends_think != "last" else ()
         self._reasoning = markers(*self._starts, *self._ends, *calls)
-        self._after_call = markers(*grammar.drop, *calls, *_END_OF_TURN)
+        self._after_call = markers(*grammar.drop, *calls, *self._call_ends, *_END_OF_TURN)
         # Up to where the text was searched for a last call in vain, and how often text before that may be searched.
         self._searched, self._searches_left = 0, _SEARCHES_MAX
 
@@ -95,6 +98,11 @@ class Conversation:
         while hit := (yield from ctx.r.until(self._content, out.text)):
             if form := self._by_start.get(hit):
                 yield from attempt(ctx, form, hit, out.text)
+            elif out.calls and hit in ctx.awaited:
+                ctx.awaited = ()
+                out.close_section()
+            elif out.calls and out.is_blank and hit in (*self._value_ends, *self._call_ends):
+                out.close_section()  # an end that is written again
             elif hit in self._value_ends:
                 out.text(hit)
                 if out.calls:
@@ -114,7 +122,7 @@ class Conversation:
                     out.text(hit)
             elif hit in self._grammar.drop:
                 out.close_section()
-            elif hit in _PLAIN_END and not out.is_blank:
+            elif hit not in _END_OF_TURN or (hit in _PLAIN_END and not out.is_blank):
                 out.text(hit)
             else:
                 yield from self._end_of_turn(hit)
@@ -162,7 +170,7 @@ class Conversation:
         is_inside = self._ctx.out.in_reasoning and not self._ctx.out.is_line_start
         if self._grammar.tool_ends_think == "always" or not is_inside:
             return True
-        return (yield from self._is_call_inline(hit))
+        return (yield from self._is_call_inline(hit)) or (yield from self._is_last_call(hit))
 
     def _is_last_call(self, hit: str) -> Steps[bool]:
         """Look ahead and return whether the output ends with whole calls to declared tools, the first begun by `hit`.
@@ -182,7 +190,7 @@ class Conversation:
         try:
             while hit:
                 if form := self._by_start.get(hit):
-                    yield from form.calls(scratch, hit)
+                    yield from read_calls(scratch, form, hit)
                 begun = [event.tool for event in scratch.out.drain() if event.kind is DeltaKind.TOOL_BEGIN]
                 if not all(tool and tool.name in tools for tool in begun):
                     return False

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Final
 
-from worker.output.parsers.call import ParserContext, begin, end, json_arguments
+from worker.output.parsers.call import LOOKAHEAD_LIMIT, ParserContext, begin, end, json_arguments
 from worker.output.parsers.json_calls import JsonCalls
 from worker.output.parsers.literal import escaped, quoted
 from worker.output.parsers.reader import Malformed, Steps, Unclosed, collected, markers
 from worker.output.parsers.schema import ANY, STRING, Types, coerced, json_text
-from worker.output.parsers.xml_notation import ParameterStart, XmlNotation, attribute, spellings
-from worker.output.parsers.xml_values import LOOKAHEAD_LIMIT, CallState, ValueReader
+from worker.output.parsers.xml_notation import ParameterStart, XmlNotation, attribute, end_tag, ends_again, spellings
+from worker.output.parsers.xml_values import CallState, ValueReader
 
 _WRAPPERS: Final = frozenset({"properties", "arguments", "parameters"})
 # A value of unknown type is a string unless it begins with one of these characters, or with whitespace.
@@ -34,7 +34,7 @@ class XmlCalls(XmlNotation):
         if self.json and char in ("{", "["):
             yield from JsonCalls(self.wrap, self.wrap_end or (self.call_end,)).calls(ctx, hit)
             return
-        is_wrapped, has_call = hit != self.call, False
+        is_wrapped, has_call = hit in self.wrap, False
         if not self.call:
             yield from self._one(ctx, is_wrapped)
             return
@@ -43,14 +43,16 @@ class XmlCalls(XmlNotation):
             has_call = True
         if not has_call:
             raise Malformed
-        yield from r.literal(markers(*self.wrap_end))
+        if (yield from end_tag(r, self.inner_ends)) in ("", *spellings(self.call_end)):
+            ctx.awaited = self.wrap_end if is_wrapped else ()
+        yield from ends_again(r, (self.param_end, *self.inner_ends))
 
     def _next(self, ctx: ParserContext, is_wrapped: bool, has_call: bool) -> Steps[bool]:
         """Read the start of the next call, and the text before it or before the end of the wrapper, which is content.
 
         Return whether there is a call.
         """
-        r, start = ctx.r, markers(self.call)
+        r, start = ctx.r, markers(*self.inner_starts)
         yield from r.space()
         if (yield from r.literal(start)):
             return True
@@ -65,11 +67,11 @@ class XmlCalls(XmlNotation):
     def _prose(self, ctx: ParserContext, has_call: bool) -> Steps[str]:
         """Return the text before the next call in a wrapper or, after a call, before the end of the wrapper."""
         r = ctx.r
-        text, hit = yield from r.capture(markers(self.call, *self.wrap, *self.ends), keep=True)
-        if hit == self.call:
+        text, hit = yield from r.capture(markers(*self.wrap, *self.inner_starts, *self.ends), keep=True)
+        if hit in self.inner_starts:
             yield from r.literal(markers(hit))
-            yield from self.head(ctx)
-            if (yield from r.space()) != "{" and not (yield from self.is_body(r)):
+            head = yield from self.head(ctx)
+            if not head.is_closed and (yield from r.space()) != "{" and not (yield from self.is_body(r)):
                 raise Malformed
         elif not has_call or hit not in self.wrap_end:
             raise Malformed
@@ -77,20 +79,20 @@ class XmlCalls(XmlNotation):
 
     def _one(self, ctx: ParserContext, is_wrapped: bool) -> Steps[None]:
         r = ctx.r
-        name, key = yield from self.head(ctx)
+        name, key, is_ended = yield from self.head(ctx)
         known = ctx.tools.declared(name)
         call = CallState(ctx, ctx.tools.parameters(known), is_wrapped)
         # A call is announced only when a parameter, its arguments as JSON or its end marker follows its name.
+        opening: ParameterStart | None = None
         if key:
-            opening: ParameterStart | None = yield from self.after_key(r, key, "")
-        else:
+            opening = yield from self.after_key(r, key, "")
+        elif not is_ended:
             char = yield from r.space()
             if (char == "{" and (is_wrapped or known in ctx.tools)) or (yield from self._json_block(ctx)):
                 yield from self._json(ctx, name)
                 return
-            opening = yield from self.opening(r, call.params, is_foreign=True)
-        ends = markers(*(word for end in self.ends for word in spellings(end)))
-        is_ended = not opening and bool((yield from r.literal(ends)))
+            opening = yield from self.opening(r, call.params)
+        is_ended = is_ended or (not opening and bool((yield from end_tag(r, self.inner_ends))))
         if not opening and not is_ended:
             raise Malformed
         begin(ctx, name)
@@ -98,11 +100,14 @@ class XmlCalls(XmlNotation):
         while opening:
             yield from arguments.add(opening)
             yield from r.space()
-            opening = yield from self.opening(r, call.params, is_foreign=not opening.is_own)
-        if not is_ended and not (yield from r.literal(ends)):
+            opening = yield from self.opening(r, call.params)
+        if not is_ended and not (yield from end_tag(r, self.inner_ends)):
             raise Unclosed if r.ended and r.at == len(r.buf) else Malformed
+        if not call.quoted.issubset(call.given):
+            raise Malformed  # a value may hold a further argument
         arguments.close()
         end(ctx)
+        yield from ends_again(r, (self.param_end, *spellings(self.call_end)))
 
     def _json_block(self, ctx: ParserContext) -> Steps[bool]:
         if not self.json_block or not (yield from ctx.r.literal(markers(self.json_block))):
@@ -118,7 +123,7 @@ class XmlCalls(XmlNotation):
         yield from r.literal(markers(self.json_end))
         if not (yield from r.space()):
             raise Unclosed
-        if not (yield from r.literal(markers(*self.ends))):
+        if not (yield from end_tag(r, self.ends)):
             ctx.out.is_broken = True  # the object is complete, the call is not
             raise Malformed
         end(ctx)
@@ -140,9 +145,13 @@ class _Arguments:
         types = self.call.params.types(key)
         if (kind := attribute(opening.label, "string", "type")) and not types:
             types = {"true": STRING, "false": ANY}.get(kind) or _TYPES.get(kind, ANY)
+        lead = ("{" if not given else ", ") + quoted(key) + ": "
+        if opening.is_empty:
+            given.append(key)
+            self._emit(key, "", types, lead)
+            return
         value = ValueReader(self.form, self.call, opening, types)
         yield from value.start()
-        lead = ("{" if not given else ", ") + quoted(key) + ": "
         first = yield from self.call.ctx.r.peek()
         given.append(key)
         if types == STRING or (not types and first not in _MAYBE_JSON and not first.isspace()):

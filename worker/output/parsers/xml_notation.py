@@ -1,24 +1,50 @@
 """Notation of calls as tags around plain text: how a call and each of its parameters begin."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from worker.output.parsers.call import NAME_LIMIT, ParserContext, checked
-from worker.output.parsers.reader import Malformed, MarkupReader, Steps, markers
+from worker.output.parsers.call import LOOKAHEAD_LIMIT, NAME_LIMIT, ParserContext, checked
+from worker.output.parsers.reader import REPEAT_LIMIT, Malformed, MarkupReader, Steps, markers
 from worker.output.parsers.schema import Parameters
 
 _ATTRIBUTE = re.compile(r"([\w:]+)\s*=\s*(?:\"([^\"]*)\"|'([^']*)'|([^\s\"'>]+))")
 _KEY = re.compile(r"[^<>\n]+")
+# Matches what models write into an end marker: nothing, or as group 1 the name or key that it ends.
+_END_LABEL = re.compile(r"\s*(?:(?:=|(?<=\s)(?:\w+\s*=)?)\s*[\"']?([\w.\-:/@$]+)[\"']?\s*)?")
+_END_LABEL_LIMIT: Final = 64
+# Matches the places within a marker of several tags.
+_JOINT = re.compile(r"(?<=>)(?!$)|(?<!^)(?=<)")
+_SEPARATOR: Final = "<|sep|>"
 # Parts of markers that models leave out.
 _NAMESPACE = re.compile("｜DSML｜|atem:|steptml:")
+
+
+class TagHead(NamedTuple):
+    """Head of a call: its name, the key of a parameter that follows without its start marker, and whether the tag is
+    closed itself, so that the call has no parameters.
+    """
+
+    name: str
+    key: str = ""
+    is_closed: bool = False
+
+
+class _EndTag(NamedTuple):
+    """End marker in its parts: before `closing`, models may write blanks and a name; `rest` are further tags."""
+
+    stem: str
+    closing: str
+    rest: str
 
 
 class ParameterStart(NamedTuple):
     """Start of a parameter, which is consumed. `label` is the text of its tag; `ends` are the markers of its end.
 
-    `is_whole` means that no marker is missing, `is_own` that it is spelled as the format demands.
+    `is_whole` means that no marker is missing, `is_own` that it is spelled as the format demands, `is_empty` that the
+    tag is closed itself, so that it has no value.
     """
 
     key: str
@@ -26,6 +52,7 @@ class ParameterStart(NamedTuple):
     ends: tuple[str, ...]
     is_whole: bool = True
     is_own: bool = True
+    is_empty: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +60,9 @@ class XmlNotation:
     """Notation `wrap` `call` name `head_end` (`param` key `key_end` value `param_end`)* `call_end` `wrap_end`.
 
     A name or key is the text of its tag, or the tag's attribute `name`, `tool` or `key`. An empty `wrap` means that
-    calls have no wrapper; `call_alone` makes the wrapper optional. With `strip_line`, the first and last line break of
-    a value belong to the markup; with `inline`, the last line break does so only if the first is present. Between
-    `json_block` and `json_end`, all arguments are one object; `json` means that the call may be JSON.
+    calls have no wrapper; `call_alone` makes the wrapper optional. With `strip_line`, which families have whose
+    template writes them, the first and last line break of a value belong to the markup. Between `json_block` and
+    `json_end`, all arguments are one object; `json` means that the call may be JSON.
     """
 
     wrap: tuple[str, ...]
@@ -49,7 +76,6 @@ class XmlNotation:
     value: str = ""
     call_alone: bool = True
     strip_line: bool = True
-    inline: bool = False
     json: bool = False
     cdata: bool = False
     json_block: str = ""
@@ -57,43 +83,71 @@ class XmlNotation:
 
     @property
     def starts(self) -> tuple[str, ...]:
-        return self.wrap + ((self.call,) if self.call and (self.call_alone or not self.wrap) else ())
+        is_alone = self.call and (self.call_alone or not self.wrap)
+        return self.wrap + (with_line_breaks(self.call) if is_alone else ())
 
     @property
     def openers(self) -> tuple[str, ...]:
         """Markers that may begin a call, in a wrapper too."""
-        return (*self.wrap, self.call)
+        return (*self.wrap, *with_line_breaks(self.call))
+
+    @property
+    def inner_starts(self) -> tuple[str, ...]:
+        """Markers that begin a call in a wrapper, in any spelling."""
+        return tuple(text for marker in with_line_breaks(self.call) for text in spellings(marker))
+
+    @property
+    def inner_ends(self) -> tuple[str, ...]:
+        """Markers that end a call in any spelling."""
+        return tuple(text for marker in self.ends for text in spellings(marker))
 
     @property
     def ends(self) -> tuple[str, ...]:
         return (self.call_end, *self.wrap_end)
 
-    def head(self, ctx: ParserContext) -> Steps[tuple[str, str]]:
-        """Read a call's name and the marker after it; return the name, and the key of a parameter that follows without
-        its start marker.
-        """
+    def head(self, ctx: ParserContext) -> Steps[TagHead]:
+        """Read a call's name and the marker after it, which may be written again."""
+        head = yield from self._head(ctx)
+        while self.call and (yield from ctx.r.ahead(self._next_head(ctx), LOOKAHEAD_LIMIT)) == head:
+            yield from self._next_head(ctx)
+        return head
+
+    def _next_head(self, ctx: ParserContext) -> Steps[TagHead]:
+        yield from ctx.r.expect(markers(*self.inner_starts))
+        return (yield from self._head(ctx))
+
+    def _head(self, ctx: ParserContext) -> Steps[TagHead]:
+        if self.call:
+            yield from ctx.r.again(markers(*self.inner_starts))
         glued = self.key_end if self.value and not self.call else ""
         text, closing = yield from ctx.r.capture(markers(*self.head_end, glued), NAME_LIMIT, keep=True)
         if closing == glued:
             if not (pair := ctx.tools.name_and_parameter(text.strip())):
                 raise Malformed
             yield from ctx.r.literal(markers(closing))
-            return pair
+            return TagHead(*pair)
         if self.call or closing == "\n":
             yield from ctx.r.literal(markers(closing))
         is_attribute = self.call and not self.call.endswith(("=", ">"))
-        return checked(attribute(text, "name", "tool") or ("" if is_attribute else text)), ""
+        text, is_closed = _opened(text) if self.call else (text, False)
+        name = attribute(text, "name", "tool") or ("" if is_attribute else text.strip().removeprefix("="))
+        return TagHead(checked(name), is_closed=is_closed)
 
-    def opening(self, r: MarkupReader, params: Parameters, is_foreign: bool = False) -> Steps[ParameterStart | None]:
+    def opening(self, r: MarkupReader, params: Parameters) -> Steps[ParameterStart | None]:
         """Read the start of a parameter; None if there is none here. Raises `Malformed` for half a start.
 
-        With `is_foreign`, markers without their namespace and tags that are named after parameters start one too.
+        Markers without their namespace and tags that are named after declared parameters start one too.
         """
         names = params.names
-        own = yield from r.literal(markers(*(spellings(self.param) if is_foreign else (self.param,))))
+        starts = markers(*spellings(self.param), *_spaced(self.param))
+        own = yield from r.literal(starts)
         if own:
-            label, hit = yield from r.capture(markers(self.key_end, self.value), NAME_LIMIT)
-            key = self._key(label, params)
+            yield from r.again(starts)
+            key_ends = (self.key_end, *_spaced(self.key_end)) if self.value else (self.key_end,)
+            label, hit = yield from r.capture(markers(*key_ends, self.value), NAME_LIMIT)
+            if self.value and hit != self.value:
+                yield from r.again(markers(*key_ends))
+            key = self._key(_opened(label)[0], params)
             is_own = own == self.param
             if not key or (not is_own and key not in names):
                 raise Malformed
@@ -105,7 +159,7 @@ class XmlNotation:
             if not opening.is_whole:
                 raise Malformed
             return opening
-        if is_foreign and (tag := (yield from r.literal(markers(*(f"<{key}>" for key in names))))):
+        if tag := (yield from r.literal(markers(*(f"<{key}>" for key in names)))):
             return ParameterStart(tag[1:-1], "", (f"</{tag[1:-1]}>",), is_own=False)
         return None
 
@@ -115,8 +169,9 @@ class XmlNotation:
         """Read the marker between a key and its value, which is optional."""
         if self.value and not has_value:
             yield from r.space()
-            has_value = bool((yield from r.literal(markers(self.value))))
-        return ParameterStart(key, label, spellings(self.param_end), has_value or not self.value, is_own)
+            has_value = bool((yield from r.literal(markers(self.value, *_spaced(self.value)))))
+        ends, label, is_empty = spellings(self.param_end), *_opened(label)
+        return ParameterStart(key, label, ends, has_value or not self.value, is_own, is_empty)
 
     def begins(self, ctx: ParserContext, is_declared: bool = False) -> Steps[bool]:
         """Return whether the whole start of a call comes next, up to its first parameter or its end. Consumes it.
@@ -130,14 +185,14 @@ class XmlNotation:
         char = yield from r.space()
         if self.json and char in ("{", "["):
             return True
-        if self.call and start != self.call and not (yield from r.literal(markers(self.call))):
+        if self.call and start in self.wrap and not (yield from r.literal(markers(*self.inner_starts))):
             return False
         try:
-            name, key = yield from self.head(ctx)
-            if is_declared and ctx.tools and ctx.tools.declared(name) not in ctx.tools:
+            head = yield from self.head(ctx)
+            if is_declared and ctx.tools and ctx.tools.declared(head.name) not in ctx.tools:
                 return False
             char = yield from r.space()
-            return bool(key or char in ("", "{") or (yield from self.is_body(r)))
+            return bool(head.key or head.is_closed or char in ("", "{") or (yield from self.is_body(r)))
         except Malformed:
             return False
 
@@ -146,19 +201,19 @@ class XmlNotation:
         tool.
         """
         r = ctx.r
-        gap, _ = yield from r.capture(markers(self.call))
+        gap, _ = yield from r.capture(markers(*self.inner_starts))
         if gap.strip():
             return False
-        name, _ = yield from self.head(ctx)
+        head = yield from self.head(ctx)
         char = yield from r.space()
-        is_call = char == "{" or (yield from self.is_body(r))
-        return is_call and ("\n" in gap or ctx.tools.declared(name) in ctx.tools)
+        is_call = head.is_closed or char == "{" or (yield from self.is_body(r))
+        return is_call and ("\n" in gap or ctx.tools.declared(head.name) in ctx.tools)
 
     def is_body(self, r: MarkupReader) -> Steps[bool]:
         """Return whether any parameter or the end of a call comes next. Consumes it."""
         if (yield from self.opening(r, _ANY_PARAMETERS)):
             return True
-        return bool((yield from r.literal(markers(*self.ends, self.json_block))))
+        return bool((yield from r.literal(markers(self.json_block))) or (yield from end_tag(r, self.ends)))
 
     def _key(self, label: str, params: Parameters) -> str:
         """Return the key in a tag; "" if it has none."""
@@ -172,10 +227,88 @@ class XmlNotation:
 _ANY_PARAMETERS: Final = Parameters({})
 
 
+def end_words(r: MarkupReader, ends: Sequence[str]) -> dict[str, str]:
+    """Return the texts with which these end markers begin in any spelling, and the marker that each stands for."""
+    words: dict[str, str] = {}
+    for marker in ends:
+        stem, closing, _ = _end_tag(marker)
+        # A marker that is no tag, or a token, or ends with one, has no other spelling.
+        is_exact = not closing or r.controls.offsets(stem + closing) != r.controls.offsets(stem)
+        words[marker if is_exact else stem] = marker
+    return words
+
+
+def end_tag(r: MarkupReader, ends: Sequence[str], key: str = "") -> Steps[str]:
+    """Read one of these end markers and return it; "" if there is none here. Raises `Malformed` for half a marker.
+
+    The marker may hold blanks and the name that it ends, which is `key` if that is given.
+    """
+    words = end_words(r, ends)
+    if not (word := (yield from r.literal(markers(*words)))):
+        return ""
+    _, closing, rest = _end_tag(words[word])
+    if word != words[word]:
+        label, hit = yield from r.capture(markers(closing, "<"), _END_LABEL_LIMIT)
+        match = _END_LABEL.fullmatch(label)
+        if hit != closing or not match or (key and match[1] not in (None, key)):
+            raise Malformed
+        for tag in filter(None, _JOINT.split(rest)):
+            yield from r.space()
+            if (yield from r.literal(markers(tag))):
+                yield from r.again(markers(tag))
+    return words[word]
+
+
+def ends_again(r: MarkupReader, ends: Sequence[str]) -> Steps[None]:
+    """Consume further end markers, and the whitespace before them."""
+    while (yield from r.ahead(_next_end(r, ends), REPEAT_LIMIT)):
+        yield from _next_end(r, ends)
+
+
+def _next_end(r: MarkupReader, ends: Sequence[str]) -> Steps[str]:
+    yield from r.space()
+    return (yield from end_tag(r, ends))
+
+
 @lru_cache(maxsize=64)
 def spellings(marker: str) -> tuple[str, ...]:
-    """Return the marker, and its spelling without the namespace if it has one."""
-    return tuple(dict.fromkeys((marker, _NAMESPACE.sub("", marker))))
+    """Return the marker, and its other spellings: without its namespace, with an attribute, and in capital letters."""
+    texts = [marker, _NAMESPACE.sub("", marker)]
+    texts += [text.removesuffix("=") + " " for text in texts if text.endswith("=")]
+    return tuple(dict.fromkeys([*texts, *map(str.upper, texts)]))
+
+
+def end_beginnings(marker: str) -> tuple[str, ...]:
+    """Return the texts one of which any spelling of an end marker begins with."""
+    tags = [_end_tag(text) for text in spellings(marker)]
+    return tuple(tag.stem + follows for tag in tags for follows in (tag.closing, " ", "\t", "\n", "\r", "="))
+
+
+def _spaced(tag: str) -> tuple[str, ...]:
+    """Return the spelling of a whole tag with a blank at its end."""
+    return (tag[:-1] + " >",) if tag.endswith(">") else ()
+
+
+def _opened(label: str) -> tuple[str, bool]:
+    """Return the text of a tag without the slash of a tag that closes itself, and whether it had one."""
+    text = label.rstrip()
+    return (text[:-1], True) if text.endswith("/") else (label, False)
+
+
+@lru_cache(maxsize=64)
+def with_line_breaks(marker: str) -> tuple[str, ...]:
+    """Return the marker, and its spellings with line breaks between its tags."""
+    texts = [""]
+    for tag in _JOINT.split(marker):
+        texts = [text + gap + tag for text in texts for gap in (("", "\n") if text else ("",))]
+    return tuple(texts)
+
+
+@lru_cache(maxsize=64)
+def _end_tag(marker: str) -> _EndTag:
+    if marker.endswith(_SEPARATOR):
+        return _EndTag(marker.removesuffix(_SEPARATOR), _SEPARATOR, "")
+    return _EndTag(*marker.partition(">"))
 
 
 def attribute(head: str, *names: str) -> str:
@@ -183,7 +316,7 @@ def attribute(head: str, *names: str) -> str:
     if "=" not in head:
         return ""
     for match in _ATTRIBUTE.finditer(head):
-        if match[1] in names:
+        if match[1].lower() in names:
             text = match[2] or match[3] or match[4] or ""
             return text.replace("&quot;", '"').replace("&amp;", "&")
     return ""

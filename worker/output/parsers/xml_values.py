@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
-from worker.output.parsers.call import NAME_LIMIT, ParserContext, drop
+from worker.output.parsers.call import LOOKAHEAD_LIMIT, NAME_LIMIT, ParserContext, drop
 from worker.output.parsers.reader import Emit, Malformed, MarkerSet, Steps, markers
 from worker.output.parsers.schema import Parameters, Types
-from worker.output.parsers.xml_notation import ParameterStart, XmlNotation, spellings
+from worker.output.parsers.xml_notation import ParameterStart, XmlNotation, end_tag, end_words, ends_again, spellings
 
-# Maximum number of characters of a lookahead, more than the markup between any two values.
-LOOKAHEAD_LIMIT: Final = 512
 # Maximum number of characters of text after a call in which another end of the same call is searched.
 _TEXT_LIMIT: Final = 256
 # Matches the head of a call between its markers.
@@ -24,6 +22,7 @@ _QUOTED_HEAD = re.compile(r"\s*(?:[\w.\-:/@$]+|(?:\s*[\w:]+=(?:\"[^\"]*\"|'[^']*
 _HEAD_TAG = re.compile(r"<[^<>\n]*>\s*\Z")
 CDATA: Final = "<![CDATA["
 _CDATA_END: Final = "]]>"
+_LINE_BREAKS: Final = ("\r\n", "\n")
 
 
 class _Meaning(Enum):
@@ -38,22 +37,26 @@ class _Meaning(Enum):
 
 
 class _CallEnd(NamedTuple):
-    """End of a call: its position in the whole text, and whether it includes the end of the wrapper."""
+    """End of a call: its position in the whole text, and whether it is spelled as the format demands and includes the
+    end of the wrapper.
+    """
 
     position: int
+    is_own: bool
     is_wrap_closed: bool
 
 
 @dataclass(slots=True)
 class CallState:
-    """Call that is being read. `given` are the keys of its parameters; `is_repaired` means that the end marker of a
-    value was missing.
+    """Call that is being read. `given` are the keys of its parameters, `quoted` the declared ones whose starts stand in
+    its values; `is_repaired` means that the end marker of a value was missing.
     """
 
     ctx: ParserContext
     params: Parameters
     is_wrapped: bool
     given: list[str] = field(default_factory=list[str])
+    quoted: set[str] = field(default_factory=set[str])
     is_repaired: bool = False
 
 
@@ -72,23 +75,48 @@ class ValueReader:
     has_quoted_end: bool = False
     # Whether a parameter that the call does not have yet was read as part of a quoted call.
     has_quoted_parameter: bool = False
+    # Outside of quoted calls: whether an end of the value or call was read as text, and how many starts of parameters
+    # are quoted without their end.
+    has_text_end: bool = False
+    open_parameters: int = 0
+    # Position of the text in the whole text, and whether the start of the value is written again there.
+    text_start: int = 0
+    has_start_again: bool = False
 
     def start(self) -> Steps[None]:
         """Read the markup between the start of the parameter and its text."""
         r, form = self.call.ctx.r, self.form
-        self.is_line = form.strip_line and bool((yield from r.literal(markers("\n"))))
+        if self.types and "string" not in self.types:
+            # No value of these types begins with its own start.
+            while (yield from r.ahead(self._start_again(), NAME_LIMIT)):
+                yield from self._start_again()
+        self.is_line = form.strip_line and bool((yield from r.literal(markers(*_LINE_BREAKS))))
         self.is_cdata = form.cdata and bool((yield from r.literal(markers(CDATA))))
+
+    def _start_again(self) -> Steps[bool]:
+        r, form = self.call.ctx.r, self.form
+        yield from r.space()
+        if form.value and (yield from r.literal(markers(form.value))):
+            return True
+        opening = yield from form.opening(r, self.call.params)
+        return bool(opening and opening.key == self.opening.key)
 
     def text(self, emit: Emit) -> Steps[None]:
         """Emit the text of the value and consume its end marker. Raises `Malformed`."""
         r, stop = self.call.ctx.r, self._stop()
+        self.text_start = r.position
         while hit := (yield from r.until(stop, emit, keep=True)):
             meaning, size = (yield from r.ahead(self._meaning(hit), LOOKAHEAD_LIMIT)) or (_Meaning.TEXT, len(hit))
             match meaning:
                 case _Meaning.END | _Meaning.END_IS_MISSING:
+                    is_repaired = meaning is _Meaning.END_IS_MISSING
                     if self.depth and (self.has_quoted_end or self.has_quoted_parameter):
                         break  # it is not known what the value has quoted
-                    self.call.is_repaired |= meaning is _Meaning.END_IS_MISSING
+                    if self.has_start_again and self.open_parameters:
+                        break  # the value has one end for two starts
+                    if self.has_text_end and (self.depth or is_repaired):
+                        break  # the text after the last end marker may be no part of the value
+                    self.call.is_repaired |= is_repaired
                     r.take(size)
                     return
                 case _Meaning.REPEATS:
@@ -100,59 +128,94 @@ class ValueReader:
                     self.depth -= 1
                     self.has_quoted_end = True
                 case _Meaning.TEXT:
-                    pass
+                    self._note_text(hit.lstrip("\r\n"))
             emit(r.take(size))
         raise Malformed
+
+    def _note_text(self, word: str) -> None:
+        """Record a marker that is a part of the value."""
+        if self.depth:
+            return
+        if word == self.form.param:
+            self.open_parameters += 1
+        elif word in self._ends():
+            self.open_parameters = max(0, self.open_parameters - 1)
+        self.has_text_end |= word in self._ends() or word in end_words(self.call.ctx.r, self.form.ends)
 
     def _stop(self) -> MarkerSet:
         form = self.form
         if self.is_cdata:
             return markers(_CDATA_END)
-        words = [form.param, *form.ends, *form.openers]
-        lines = ["\n" + word for word in (form.param, *form.ends)]
-        if form.strip_line and (self.is_line or not form.inline):
-            lines += ["\n" + end for end in self.opening.ends]
-        return markers(*words, *lines, *self.opening.ends)
+        own, outer = self._ends(), end_words(self.call.ctx.r, form.ends)
+        on_lines = [form.param, *outer, *(own if form.strip_line else ())]
+        lines = [line_break + word for word in on_lines for line_break in _LINE_BREAKS]
+        return markers(form.param, *form.openers, *outer, *own, *lines)
+
+    def _ends(self) -> dict[str, str]:
+        return end_words(self.call.ctx.r, self.opening.ends)
 
     def _meaning(self, hit: str) -> Steps[tuple[_Meaning, int]]:
         """Return the meaning of the marker that comes next, and the number of characters that share it."""
         r, start = self.call.ctx.r, self.call.ctx.r.position
-        word = hit.removeprefix("\n")
+        word = hit.lstrip("\r\n")
         break_size = len(hit) - len(word)
-        if word in self.opening.ends or self.is_cdata:
-            r.take(len(hit))
-            if self.is_cdata:
-                yield from r.expect(markers(self.form.param_end))
+        if word in self._ends() or self.is_cdata:
+            r.take(len(hit) if self.is_cdata else break_size)
+            yield from r.space() if self.is_cdata else ()
+            marker = yield from self._end()
+            if not marker:
+                raise Malformed
             # A marker without its namespace counts only beside one that has it, or if the parameter begins like that.
-            is_loose = not self.opening.is_own or word == self.form.param_end
-            meaning, end = yield from self._after_end(is_loose)
+            meaning, end = yield from self._after_end(marker == self.form.param_end or not self.opening.is_own)
             return meaning, end - start
         if word in self.form.openers:
             meaning, end = yield from self._quoted_start()
             return meaning, end - start
         r.take(break_size)
         if word == self.form.param:
-            is_end = yield from self._is_next_parameter(at_line_start=bool(break_size))
+            is_end = yield from self._is_next_parameter(bool(break_size), is_first=start == self.text_start)
             return (_Meaning.END_IS_MISSING, break_size) if is_end else (_Meaning.TEXT, len(hit))
         is_end = yield from self._is_call_end()
-        return (_Meaning.END, break_size) if is_end else (_Meaning.TEXT, len(hit))
+        return (_Meaning.END_IS_MISSING, break_size) if is_end else (_Meaning.TEXT, len(hit))
 
-    def _is_next_parameter(self, at_line_start: bool) -> Steps[bool]:
+    def _is_next_parameter(self, at_line_start: bool, is_first: bool) -> Steps[bool]:
         """Return whether another parameter begins here, so that the end marker of this one is missing."""
         opening = yield from self.form.opening(self.call.ctx.r, self.call.params)
+        self.has_start_again |= is_first and opening is not None and opening.key == self.opening.key
         if not opening or not opening.is_whole or opening.key in self.call.given or self.depth:
             return False
         if not self.call.params.names:
             return self.form.strip_line and at_line_start
+        if opening.key not in self.call.params.names:
+            return False
         # A model that writes values on lines of their own writes their markers there, too.
-        return opening.key in self.call.params.names and (at_line_start or not self.is_line)
+        is_next = at_line_start or not self.is_line
+        if not is_next:
+            self.call.quoted.add(opening.key)
+        return is_next
 
-    def _after_end(self, is_loose: bool) -> Steps[tuple[_Meaning, int]]:
+    def _end(self) -> Steps[str]:
+        """Read an end marker of the value, in any spelling."""
+        return (yield from end_tag(self.call.ctx.r, self.opening.ends, self.opening.key))
+
+    def _after_end(self, is_own: bool) -> Steps[tuple[_Meaning, int]]:
         """Return the meaning of an end marker by what follows it, and where the text ends that shares the meaning."""
-        r, form, end = self.call.ctx.r, self.form, self.call.ctx.r.position
-        if not (yield from r.space()):
-            return _Meaning.END, end
-        opening = yield from form.opening(r, self.call.params, is_foreign=not self.opening.is_own)
+        r, end = self.call.ctx.r, self.call.ctx.r.position
+        last = end
+        char = yield from r.space()
+        # A marker that is written again directly behind it is no text, unless it ends a parameter in the value.
+        while not (self.depth or self.open_parameters) and (yield from self._end()):
+            last = r.position
+            char = yield from r.space()
+        if not char:
+            return _Meaning.END, last
+        meaning, text_end = yield from self._continuation(end, is_own)
+        return meaning, (last if meaning is _Meaning.END else text_end)
+
+    def _continuation(self, end: int, is_own: bool) -> Steps[tuple[_Meaning, int]]:
+        """Return the meaning of an end marker that ends at `end` by the text after it, and where its text ends."""
+        r, form = self.call.ctx.r, self.form
+        opening = yield from form.opening(r, self.call.params)
         if opening:
             is_declared = opening.key in self.call.params.names
             if self.depth:
@@ -161,37 +224,37 @@ class ValueReader:
             if not (opening.is_whole or is_declared):
                 return _Meaning.TEXT, end
             return (_Meaning.REPEATS if opening.key in self.call.given else _Meaning.END), end
-        if not (call_end := (yield from self._call_end(is_loose))):
+        if not (call_end := (yield from self._call_end())):
             return _Meaning.TEXT, end
         if not (yield from r.space()):
             return _Meaning.END, end
+        if not (is_own or call_end.is_own):
+            return _Meaning.TEXT, end
         if self.depth:
             return _Meaning.CLOSES, call_end.position
         return (_Meaning.TEXT if (yield from self._is_ended_again(call_end.is_wrap_closed)) else _Meaning.END), end
 
-    def _call_end(self, is_loose: bool = False) -> Steps["_CallEnd | None"]:
+    def _call_end(self) -> Steps["_CallEnd | None"]:
         """Read the end of a call, and of its wrapper if that follows; None if there is no end here."""
         r, form = self.call.ctx.r, self.form
-        call_end = spellings(form.call_end) if is_loose else (form.call_end,)
-        if not (hit := (yield from r.literal(markers(*call_end, *form.wrap_end)))):
+        if not (hit := (yield from end_tag(r, form.inner_ends))):
             return None
-        end = r.position
-        if hit in form.wrap_end:
-            return _CallEnd(end, is_wrap_closed=True)
+        end, is_own = r.position, hit in form.ends
+        if hit not in spellings(form.call_end):
+            return _CallEnd(end, is_own, is_wrap_closed=True)
         yield from r.space()
-        if (yield from r.literal(markers(*form.wrap_end))):
-            return _CallEnd(r.position, is_wrap_closed=True)
-        return _CallEnd(end, is_wrap_closed=False)
+        wrap_ends = [end for end in form.inner_ends if end not in spellings(form.call_end)]
+        if wrap_end := (yield from end_tag(r, wrap_ends)):
+            return _CallEnd(r.position, is_own or wrap_end in form.ends, is_wrap_closed=True)
+        return _CallEnd(end, is_own, is_wrap_closed=False)
 
     def _is_ended_again(self, is_closed: bool) -> Steps[bool]:
         """Return whether the text after a call holds another end of a value, so that this one goes on until there."""
         r, form, start = self.call.ctx.r, self.form, self.call.ctx.r.position
         wrap_end = form.wrap_end if self.call.is_wrapped and not is_closed else ()
         words = markers(*self.opening.ends, form.call_end, *form.openers, *wrap_end)
-        # An end that is only written twice ends no other value.
-        yield from r.space()
-        while (yield from r.literal(markers(*form.ends))):
-            yield from r.space()
+        # Ends that are only written again, with nothing between them, end no other value.
+        yield from ends_again(r, (*self.opening.ends, *form.inner_ends))
         while (left := _TEXT_LIMIT - (r.position - start)) > 0:
             hit = yield from r.until(words, drop, left, keep=True)
             if not hit or hit in wrap_end:
@@ -208,7 +271,7 @@ class ValueReader:
         r, form = self.call.ctx.r, self.form
         hit = yield from r.literal(markers(*form.openers))
         end = r.position
-        if hit == form.call or not form.call:
+        if hit not in form.wrap or not form.call:
             head, _ = yield from r.capture(markers(form.param, *form.ends, *self.opening.ends), NAME_LIMIT, True)
             head = head.rstrip()
             head_end = next((marker for marker in form.head_end if head.endswith(marker)), "")

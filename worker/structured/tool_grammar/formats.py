@@ -116,7 +116,7 @@ def mistral_shape(lark: Lark, form: MistralCalls, family: str, tools: Sequence[T
 
 def section_shape(lark: Lark, form: SectionCalls, family: str, tools: Sequence[ToolSchema]) -> Shape:
     known = lark.marks.known
-    start, call, sep, end = known(form.section), known(form.call), known(form.separator), known(form.ends)
+    start, call, sep, end = known(form.section), known(form.call), known(form.separator), known(form.call_end)
     id_rule = f"/[a-z0-9]{{10}}/ {lark.text(form.id_separator)}" if form.id_separator else ""
     is_fenced = family in ("deepseek_v3", "deepseek_r1")
     is_numbered = family == "kimi_k2"

@@ -7,7 +7,7 @@ from typing import Any, Final, cast
 from worker.output.parsers.minimax_m3 import MiniMaxM3Calls
 from worker.output.parsers.schema import Parameters, Schema, mapping
 from worker.output.parsers.xml_calls import XmlCalls
-from worker.output.parsers.xml_notation import spellings
+from worker.output.parsers.xml_notation import end_beginnings
 from worker.output.parsers.xml_values import CDATA
 from worker.structured.tool_grammar.formats import MAX_CALLS, MAX_NUMBERED_CALLS, Shape
 from worker.structured.tool_grammar.lark import Lark, either
@@ -89,10 +89,8 @@ class _XmlWriter:
         form, keys = self._form, list(tool.properties)
         before = keys[: keys.index(key)]
         is_last = all(other in before and other in tool.required for other in keys if other != key)
-        # Values that begin on a line of their own end before a parameter only at the start of a line.
-        param = ("\n" if self._look.value == "\n" else "") + form.param
-        further = () if is_last else (param,)
-        return (*spellings(form.param_end), *form.openers, *further, *((CDATA,) if form.cdata else ()))
+        further = () if is_last else (form.param,)
+        return (*end_beginnings(form.param_end), *form.openers, *further, *((CDATA,) if form.cdata else ()))
 
     def shape(self, tools: Sequence[ToolSchema]) -> Shape:
         lark, form, look = self._lark, self._form, self._look

@@ -90,6 +90,16 @@ def test_a_last_call_that_is_not_whole_is_thought(raw: str) -> None:
     assert read("hermes", "plan " + raw + "</think>Yes.") == Read("plan " + raw, "Yes.")
 
 
+@pytest.mark.parametrize("family", ["qwen3_coder", "qwen3_think"])
+def test_a_last_call_within_a_line_is_a_call_of_families_whose_calls_end_reasoning_at_the_start_of_a_line(
+    family: str,
+) -> None:
+    function = "<function=f>\n<parameter=n>\n1\n</parameter>\n</function>"
+    for call in (function, CALLS["nemotron_v3"], CALLS["hermes"]):
+        assert read(family, f"I must look. {call}") == Read("I must look.", "", [F])
+    assert read(family, f"I write {function} or not.") == Read(f"I write {function} or not.")
+
+
 def test_a_mention_does_not_hide_the_last_call() -> None:
     call = CALLS["hermes"]
     assert read("hermes", f'A <tool_call>{{"name": "f", "arguments": {{"s": "{call}') == Read(

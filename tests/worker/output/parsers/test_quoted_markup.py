@@ -14,8 +14,8 @@ from protocol.from_worker import DeltaKind
 from tests.support.scale import scaled
 from tests.worker.output.parsers.replay import Case, calls_of, is_json, replay, text_of
 from tests.worker.output.parsers.tagged_calls import MARKERS, TAGGED, rendered
+from worker.output.parsers.call import LOOKAHEAD_LIMIT
 from worker.output.parsers.parser import make_parser
-from worker.output.parsers.xml_values import LOOKAHEAD_LIMIT
 
 
 def tool(name: str, *keys: str) -> dict[str, Any]:
