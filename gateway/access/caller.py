@@ -15,8 +15,8 @@ from protocol.to_worker import BATCH_PRIORITY, Generate
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A caller. `key` is the name of its API key, which owns what its requests store. `models` None means
-    all models.
+    """A caller. `key` is the name of its API key, and `owner` owns what its requests store. `models` None means all
+    models.
     """
 
     key: str | None = None
@@ -38,6 +38,7 @@ class Caller:
     may_leave: bool = False
     # `is_anonymous` means that the caller has neither a key nor a session.
     is_anonymous: bool = False
+    owner: str = ""
     # `is_batch` means that the request belongs to a batch. It has no deadline, and runs below all other requests.
     is_batch: bool = False
 

@@ -67,11 +67,18 @@ class Key(KeyLimits, frozen=True, kw_only=True):
     is_peer: bool = False
     # Whether the key's requests may be sent to an upstream if their model allows it.
     may_leave: bool = False
+    # Random id under which the key's requests store responses, batches and files. A key of an earlier version has none.
+    id: str = ""
     # Names of fields that a mlxd must know to accept this key.
     requires: tuple[str, ...] = ()
 
     def is_expired(self, now: float) -> bool:
         return self.expires is not None and now >= self.expires
+
+    @property
+    def owner(self) -> str:
+        """Owner of what the key's requests store. A key that gets a revoked key's name is another owner."""
+        return self.id or self.name
 
     @property
     def is_usable(self) -> bool:

@@ -9,7 +9,7 @@ from gateway.access.audit_log import AuditEntry, Fact, entry
 from gateway.access.key import Key
 
 # These fields are never recorded: they could identify a secret, or follow from other fields or from the line's time.
-_HIDDEN: Final = frozenset({"name", "salt", "hash", "cache_salt", "requires", "created"})
+_HIDDEN: Final = frozenset({"name", "salt", "hash", "cache_salt", "requires", "created", "id"})
 # These fields change with the secret.
 _SECRET: Final = frozenset({"prefix", "hash"})
 

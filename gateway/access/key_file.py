@@ -134,7 +134,8 @@ class KeyFile:
             if key.name in keys:
                 raise KeyRefused(f"there is a key {key.name!r} already; revoke or rotate it, or choose another name")
             salt = "" if shares_cache else secrets.token_hex(8)
-            created, secret = _with_secret(msgspec.structs.replace(key, created=self._clock(), cache_salt=salt))
+            own = msgspec.structs.replace(key, created=self._clock(), cache_salt=salt, id=secrets.token_hex(8))
+            created, secret = _with_secret(own)
             created = _marked(created)
             _check(created)
             _check_expiry(created)

@@ -57,6 +57,9 @@ class Keyring:
         self._by_prefix: dict[bytes, list[Account]] = {}
         # Meters are kept by name, so that a rotated or recreated key keeps its usage.
         self.meters: dict[str, Meter] = {}
+        # Called with the owners of all keys whenever the keys were read.
+        self.watchers: list[Callable[[frozenset[str]], None]] = []
+        self.owners: frozenset[str] = frozenset()
         # `is_open` is true while no key was ever made.
         self.is_open = True
         # `has_others` is true if several keys may send requests.
@@ -95,15 +98,15 @@ class Keyring:
         numbers.last_used = self._wall()
         return account.caller
 
-    def named(self, name: str | None) -> Caller | None:
-        """Return the caller of the key with this name; None means the owner. A resumed request of an earlier daemon has
-        only the name of its key.
+    def named(self, name: str | None, owner: str) -> Caller | None:
+        """Return the caller of the key with this name that owns what `owner` has stored; a name of None means the
+        operator. A resumed request of an earlier daemon has only the name of its key.
         """
         if name is None:
             return OWNER
         for accounts in self._by_prefix.values():
             for account in accounts:
-                if account.key.name == name:
+                if account.key.name == name and account.key.owner == owner:
                     is_usable = account.key.is_usable and not account.key.is_expired(self._wall())
                     return account.caller if is_usable else None
         return None
@@ -131,6 +134,10 @@ class Keyring:
         for key in keys:
             by_prefix.setdefault(key.prefix.encode(), []).append(Account(key, self._make_caller(key)))
         self._by_prefix = by_prefix
+        # What requests without a key have stored is the operator's.
+        self.owners = frozenset({"", *(key.owner for key in keys)})
+        for watch in self.watchers:
+            watch(self.owners)
         self.is_open = stamp is None
         if stamp is None:
             return
@@ -160,4 +167,5 @@ class Keyring:
             key.max_tokens,
             key.is_peer,
             key.may_leave,
+            owner=key.owner,
         )

@@ -197,7 +197,7 @@ class BatchRunner:
         keyring.refresh()
         if batch.is_everybodys and not keyring.is_open:
             return None
-        caller = keyring.named(batch.key)
+        caller = keyring.named(batch.key, batch.tenant)
         return None if caller is None else replace(caller, is_batch=True, may_leave=False)
 
     def _start(self, batch: RunningBatch, line: LinePlace, model: str, caller: Caller | None) -> None:

@@ -10,7 +10,7 @@ from starlette.datastructures import QueryParams
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.batches.batch_store import BatchStore
-from gateway.api.batches.paging import BINARY, limit_of, page_after, path_id, send_content, tenant_of
+from gateway.api.batches.paging import BINARY, limit_of, page_after, path_id, send_content
 from gateway.api.batches.records import FILE_PREFIX, StoredFile, new_name
 from gateway.api.batches.upload import FIELD, UploadedContent, receive_form
 from gateway.api.common.decode import converted
@@ -90,7 +90,7 @@ class FileEndpoints:
 
     async def get_or_delete(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle `GET` and `DELETE` of `/v1/files/{id}`."""
-        file = self._store.file(tenant_of(record_of(scope)), path_id(scope))
+        file = self._store.file(record_of(scope).caller.owner, path_id(scope))
         if scope["method"] == "DELETE":
             await self._store.delete(file.id)
             await send_body(send, 200, _encode(DeletedFile(file.id)))
@@ -99,12 +99,12 @@ class FileEndpoints:
 
     async def content(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle `GET /v1/files/{id}/content`."""
-        file = self._store.file(tenant_of(record_of(scope)), path_id(scope))
+        file = self._store.file(record_of(scope).caller.owner, path_id(scope))
         await send_content(send, [(file, file.size_bytes)], self._store.read, BINARY)
 
     async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = record_of(scope)
-        tenant = tenant_of(record)
+        tenant = record.caller.owner
         self._store.check_on()
         self._store.check_room(tenant, 0)
         async with UploadedContent(self._store, tenant) as content:
@@ -130,7 +130,7 @@ class FileEndpoints:
         order, purpose = query.get("order", "desc"), query.get("purpose")
         if order not in ("asc", "desc"):
             raise invalid_choice(order, ("asc", "desc"), "order")
-        tenant = tenant_of(record_of(scope))
+        tenant = record_of(scope).caller.owner
         own = [file for file in self._store.files.values() if file.tenant == tenant and purpose in (None, file.purpose)]
         page, has_more = page_after(
             own if order == "asc" else own[::-1], query.get("after"), limit_of(query, PAGE_MAX, PAGE_MAX)

@@ -25,7 +25,6 @@ from gateway.api.batches.paging import (
     page_before,
     path_id,
     send_content,
-    tenant_of,
 )
 from gateway.api.batches.records import ANTHROPIC_PREFIX, StoredBatch, new_name
 from gateway.api.batches.upload import UploadedContent
@@ -116,7 +115,7 @@ class MessageBatches:
             await self._create(scope, receive, send)
             return
         query = QueryParams(scope["query_string"])
-        own = self._store.batches_of(tenant_of(record_of(scope)), is_anthropic=True)
+        own = self._store.batches_of(record_of(scope).caller.owner, is_anthropic=True)
         limit, after, before = limit_of(query, DEFAULT_LIMIT, PAGE_MAX), query.get("after_id"), query.get("before_id")
         if after is not None and before is not None:
             raise BadRequest("Send 'after_id' or 'before_id', not both.", "before_id", "invalid_value")
@@ -158,7 +157,7 @@ class MessageBatches:
 
     async def _create(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
-        tenant = tenant_of(record)
+        tenant = record.caller.owner
         self._store.check_on()
         request, unknown = await serve.read(services, record, scope, receive, _schema.decode)
         lines = await services.bodies.work(record.body_bytes, input_lines, request)
@@ -185,7 +184,7 @@ class MessageBatches:
         await send_body(send, 200, _encode(self._view(batch, scope)), ignored_header(unknown))
 
     def _batch(self, scope: Scope) -> StoredBatch:
-        batch = self._store.batch(tenant_of(record_of(scope)), path_id(scope), is_anthropic=True)
+        batch = self._store.batch(record_of(scope).caller.owner, path_id(scope), is_anthropic=True)
         return self._runner.view(batch)
 
     def _view(self, batch: StoredBatch, scope: Scope) -> MessageBatch:

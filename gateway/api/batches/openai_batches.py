@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.batches.batch_runner import BatchRunner
 from gateway.api.batches.batch_store import BatchStore, NoSuchFile
 from gateway.api.batches.files import Anchor, ExpirySeconds, check_expiry
-from gateway.api.batches.paging import DEFAULT_LIMIT, limit_of, page_after, path_id, tenant_of
+from gateway.api.batches.paging import DEFAULT_LIMIT, limit_of, page_after, path_id
 from gateway.api.batches.records import OPENAI_PREFIX, BatchTokens, LineProblem, StoredBatch, new_name
 from gateway.api.common import serve
 from gateway.api.common.decode import Schema
@@ -135,7 +135,7 @@ class OpenAIBatches:
             await self._create(scope, receive, send)
             return
         query = QueryParams(scope["query_string"])
-        own = self._store.batches_of(tenant_of(record_of(scope)), is_anthropic=False)
+        own = self._store.batches_of(record_of(scope).caller.owner, is_anthropic=False)
         page, has_more = page_after(own, query.get("after"), limit_of(query, DEFAULT_LIMIT, PAGE_MAX))
         ids = [batch.id for batch in page] or [None]
         listed = [batch_view(self._runner.view(batch)) for batch in page]
@@ -143,12 +143,12 @@ class OpenAIBatches:
 
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle `GET /v1/batches/{id}`."""
-        batch = self._store.batch(tenant_of(record_of(scope)), path_id(scope), is_anthropic=False)
+        batch = self._store.batch(record_of(scope).caller.owner, path_id(scope), is_anthropic=False)
         await send_body(send, 200, _encode(batch_view(self._runner.view(batch))))
 
     async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle `POST /v1/batches/{id}/cancel`."""
-        batch = self._store.batch(tenant_of(record_of(scope)), path_id(scope), is_anthropic=False)
+        batch = self._store.batch(record_of(scope).caller.owner, path_id(scope), is_anthropic=False)
         if batch.has_ended:
             message = f"Cannot cancel a batch with status '{batch.status}'."
             raise BadRequest(message, code="invalid_batch_status")
@@ -156,7 +156,7 @@ class OpenAIBatches:
 
     async def _create(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = record_of(scope)
-        tenant = tenant_of(record)
+        tenant = record.caller.owner
         self._store.check_on()
         request, unknown = await serve.read(self._services, record, scope, receive, _schema.decode)
         _check(request)

@@ -9,7 +9,7 @@ from starlette.types import Scope, Send
 from gateway.api.batches.records import StoredBatch, StoredFile
 from gateway.errors import BadRequest
 from gateway.http.exchange import SLICE_BYTES
-from gateway.request.record import Header, RequestRecord
+from gateway.request.record import Header
 
 T = TypeVar("T", StoredFile, StoredBatch)
 Content = TypeVar("Content")
@@ -17,11 +17,6 @@ Content = TypeVar("Content")
 DEFAULT_LIMIT: Final = 20
 JSON_LINES: Final = b"application/x-jsonl"
 BINARY: Final = b"application/octet-stream"
-
-
-def tenant_of(record: RequestRecord) -> str:
-    """Return the owner of what a request stores: the name of its key, or an empty text."""
-    return record.caller.key or ""
 
 
 def path_id(scope: Scope) -> str:

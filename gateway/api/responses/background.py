@@ -333,6 +333,11 @@ class Backgrounds:
         for background in self._known.values():
             background.leave()
 
+    def drop_revoked(self, owners: frozenset[str]) -> None:
+        """Drop the responses of tenants that are not among `owners`; those that run are cancelled and not stored."""
+        for background in [each for each in self._known.values() if each.tenant not in owners]:
+            self._services.tasks.start(self.forget(background), f"the end of {background.id}")
+
     async def forget(self, background: Background) -> None:
         """Drop a response with its events. A running response is cancelled and not stored."""
         background.run.keep = keep_nothing

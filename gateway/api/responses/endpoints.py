@@ -21,7 +21,7 @@ from gateway.api.responses.compact import SummaryFold, summary_request
 from gateway.api.responses.diagnostics import diagnostics_of
 from gateway.api.responses.echo import echo
 from gateway.api.responses.encoder import ResponseEncoder, ResponseRun
-from gateway.api.responses.history import ResponseHistory, id_of, numbered, tenant_of, with_stored_media
+from gateway.api.responses.history import ResponseHistory, id_of, numbered, with_stored_media
 from gateway.api.responses.items import ResponseOutput
 from gateway.api.responses.journal import ResponseJournals
 from gateway.api.responses.journal_records import JournaledRequest
@@ -100,10 +100,17 @@ class Responses:
         self._running: dict[str, tuple[str, ResponseRun]] = {}
         # An existing database is checked now, so that the first client that needs it does not wait.
         self.apply(server)
+        services.keyring.watchers.append(self._drop_revoked)
+        self._store.keep_tenants(services.keyring.owners)
 
     async def resume(self) -> None:
         """Resume the responses that an earlier daemon left. Call it before any request is served."""
         await Resumption(self._services, self._history, self._journals, self._backgrounds, self._wall).run()
+
+    def _drop_revoked(self, owners: frozenset[str]) -> None:
+        """Delete the responses of revoked keys, and end those that are being generated."""
+        self._backgrounds.drop_revoked(owners)
+        self._store.keep_tenants(owners)
 
     def drain(self) -> None:
         """Close each WebSocket once no response runs on it."""
@@ -150,7 +157,7 @@ class Responses:
             return
         if turn is not None:
             turn.begin(request, before, run, encoder)
-        self._running[run.response.id] = (tenant_of(record), run)
+        self._running[run.response.id] = (record.caller.owner, run)
         try:
             await job.stream(encoder, receive, send)
         finally:
@@ -189,7 +196,7 @@ class Responses:
     async def get_or_delete(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle `GET` and `DELETE` of `/v1/responses/{id}`."""
         record = record_of(scope)
-        tenant, response_id = tenant_of(record), _path_id(scope)
+        tenant, response_id = record.caller.owner, _path_id(scope)
         background, run = self._find(tenant, response_id)
         if scope["method"] == "DELETE":
             if background is not None:
@@ -212,7 +219,7 @@ class Responses:
     async def cancel(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle `POST /v1/responses/{id}/cancel`. A response that has ended is sent unchanged."""
         record, response_id = record_of(scope), _path_id(scope)
-        background, run = self._find(tenant_of(record), response_id)
+        background, run = self._find(record.caller.owner, response_id)
         if run is None:
             await self._retrieval.send_stored(response_id, record, send)
             return
@@ -286,7 +293,7 @@ class Responses:
         record = job.record
         if not self._history.is_on:
             raise BadRequest("'background' needs [server] response_store, which is off.", "background")
-        background = self._backgrounds.start(run, job, tenant_of(record), _journaled(run, job, inputs, self._wall()))
+        background = self._backgrounds.start(run, job, record.caller.owner, _journaled(run, job, inputs, self._wall()))
         # An id that a client knows must mean the same response to the next daemon.
         await background.journal.begin()
         try:
@@ -308,7 +315,7 @@ class Responses:
         response = echo(request, box, model, id_of(stem), serve.now(), is_stored)
         inputs = numbered(with_stored_media(request.items, media), stem)
         size = record.body_bytes - record.encoded_bytes
-        keep = self._history.keeper(tenant_of(record), inputs, media, size) if is_stored else keep_nothing
+        keep = self._history.keeper(record.caller.owner, inputs, media, size) if is_stored else keep_nothing
         output = ResponseOutput(stem, box.forms, request.includes(SEALED))
         stop = partial(self._services.link.stop, reason="cancelled")
         diagnostics = diagnostics_of(self._services, record, request)
@@ -345,6 +352,7 @@ def _journaled(run: ResponseRun, job: serve.PreparedRequest, inputs: list[InputI
         began=now - (record.clock() - record.started),
         limit_s=generate.deadline_ms / 1000,
         is_everybodys=record.caller.is_anonymous,
+        owner=record.caller.owner,
     )
 
 

@@ -162,7 +162,7 @@ class ResponseHistory:
 
         async def load(digests: Sequence[bytes]) -> dict[bytes, bytes]:
             try:
-                return await self._read(lambda database: database.media(tenant_of(record), digests, MAX_FRAME_BYTES))
+                return await self._read(lambda database: database.media(record.caller.owner, digests, MAX_FRAME_BYTES))
             except StoredTooLarge:
                 message = f"The media of the conversation are larger than {MAX_FRAME_BYTES} bytes."
                 raise BadRequest(message, "previous_response_id", "conversation_too_large") from None
@@ -195,7 +195,7 @@ class ResponseHistory:
         """
         if previous is None:
             return []
-        tenant, room = tenant_of(record), self._limit_bytes() - record.body_bytes
+        tenant, room = record.caller.owner, self._limit_bytes() - record.body_bytes
         try:
             conversation = await self._read(lambda database: database.conversation(tenant, previous, room, _turns))
         except StoredTooLarge:
@@ -228,7 +228,7 @@ class ResponseHistory:
         references = [item.id for item in items if item.id and item.kind == "item_reference"]
         if not references:
             return list(items)
-        tenant, room = tenant_of(record), self._limit_bytes() - record.body_bytes
+        tenant, room = record.caller.owner, self._limit_bytes() - record.body_bytes
         try:
             owners = await self._read(lambda database: database.owners(tenant, references, room, _all_items))
         except StoredTooLarge:
@@ -269,11 +269,6 @@ def id_of(stem: str) -> str:
 def stem_of(response: out.Response) -> str:
     """Return the stem of the item ids of this response."""
     return response.id.removeprefix(_RESPONSE)
-
-
-def tenant_of(record: RequestRecord) -> str:
-    """Return the tenant that owns the responses stored for this request."""
-    return record.caller.key or ""
 
 
 def has_ended(stored: StoredResponse) -> bool:

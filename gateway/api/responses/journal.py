@@ -197,7 +197,7 @@ class ResponseJournals:
         """Create the journal of a new response, of about `about_bytes`. If there is no room, the journal is
         not sound.
         """
-        journal = ResponseJournal(self, self._folder / f"{response_id}{SUFFIX}", show, request.key or "")
+        journal = ResponseJournal(self, self._folder / f"{response_id}{SUFFIX}", show, request.tenant)
         if not self.is_on:
             journal.is_sound = False
         elif not self.reserve(journal, about_bytes):
@@ -208,7 +208,7 @@ class ResponseJournals:
 
     def reopen(self, path: Path, content: ContentRecord, show: Callable[[bytes], None]) -> ResponseJournal:
         """Reopen the journal of a response that is being resumed, and append a `BeginRecord`."""
-        journal = ResponseJournal(self, path, show, content.request.key or "")
+        journal = ResponseJournal(self, path, show, content.request.tenant)
         self._count(journal, content.whole_bytes)
         self._open(journal, content.whole_bytes, lambda: _reopen(self._disk, path, content))
         return journal

@@ -25,9 +25,9 @@ _HEAD: Final = struct.Struct("<II")
 class JournaledRequest(Struct, frozen=True, omit_defaults=True):
     """First record of a journal: a background response before its first token, with all that its generation needs.
 
-    `key` is the name of the caller's key; `path` is the path of the model's weights. `began` is wall-clock time;
-    `limit_s` 0 means no limit. `inputs` are the response's input items as they are stored. `is_everybodys` is set if
-    the caller was anonymous.
+    `key` is the name of the caller's key, and `owner` owns what that key stores; `path` is the path of the model's
+    weights. `began` is wall-clock time; `limit_s` 0 means no limit. `inputs` are the response's input items as they are
+    stored. `is_everybodys` is set if the caller was anonymous.
     """
 
     key: str | None
@@ -43,6 +43,12 @@ class JournaledRequest(Struct, frozen=True, omit_defaults=True):
     began: float
     limit_s: float = 0.0
     is_everybodys: bool = False
+    owner: str = ""
+
+    @property
+    def tenant(self) -> str:
+        """Owner of the response. A journal of an earlier version has only the name of the key."""
+        return self.owner or self.key or ""
 
 
 class BeginRecord(Struct, frozen=True, array_like=True, tag=1):

@@ -187,11 +187,16 @@ class ResponseDatabase:
             database.executemany("INSERT OR IGNORE INTO media_of VALUES (?, ?, ?)", media_of)
             self._evict(database, stored.tenant)
 
-    def shrink(self) -> None:
-        """Delete responses that are too old, and responses of each tenant beyond its limit."""
+    def shrink(self, tenants: frozenset[str] | None = None) -> None:
+        """Delete responses that are too old, responses of each tenant beyond its limit, and those of tenants that are
+        not among `tenants`; None means that all may stay.
+        """
         with self._transaction() as database:
             for (tenant,) in database.execute("SELECT DISTINCT tenant FROM responses").fetchall():
                 self._evict(database, tenant)
+                if tenants is not None and tenant not in tenants:
+                    database.execute("DELETE FROM responses WHERE tenant = ?", (tenant,))
+                    self.has_traces = True
 
     def truncate_log(self) -> None:
         """Empty the write-ahead log, in which deleted text can still be read."""

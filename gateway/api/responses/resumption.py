@@ -109,11 +109,12 @@ class Resumption:
 
     async def _resume(self, path: Path) -> None:
         content = await self._content(path)
-        if content is None or await self._has_ended(content.request):
+        is_revoked = content is not None and content.request.tenant not in self._services.keyring.owners
+        if content is None or is_revoked or await self._has_ended(content.request):
             await self._journals.discard(path)
             return
         request = content.request
-        background = Background(request.key or "", self._run(request), self._backgrounds.stored)
+        background = Background(request.tenant, self._run(request), self._backgrounds.stored)
         records = [*(content.records or [LOST_BEGIN]), BeginRecord(self._journals.boot_id())]
         replayed = await self._services.bodies.work(content.whole_bytes, replay, background, records)
         background.journal = self._journals.reopen(path, content, background.events.add)
@@ -135,7 +136,7 @@ class Resumption:
         """Whether the response is stored as ended. If its daemon was killed, it may not be stored at all."""
         for _ in range(STORE_TRIES):
             try:
-                return has_ended(await self._history.get(request.key or "", request.response.id))
+                return has_ended(await self._history.get(request.tenant, request.response.id))
             except ResponseNotFound:
                 return False
             except Unavailable:
@@ -146,7 +147,7 @@ class Resumption:
     def _run(self, request: JournaledRequest) -> ResponseRun:
         prompt, response = request.generate.prompt, request.response
         media = prompt.media if isinstance(prompt, ChatPrompt) else ()
-        keep = self._history.keeper(request.key or "", request.inputs, media, request.body_bytes)
+        keep = self._history.keeper(request.tenant, request.inputs, media, request.body_bytes)
         output = ResponseOutput(stem_of(response), request.forms, request.is_sealed)
         stop = partial(self._services.link.stop, reason="cancelled")
         return ResponseRun(response, output, serve.now, keep, stop, request.body_bytes)
@@ -175,7 +176,7 @@ class Resumption:
             raise Unavailable("The server was restarted too often while it was generating this response.")
         if request.is_everybodys and not services.keyring.is_open:
             raise Unauthorized("This response was asked for without an API key, and there are keys by now.", None)
-        caller = services.keyring.named(request.key)
+        caller = services.keyring.named(request.key, request.tenant)
         if caller is None:
             raise Unauthorized("The API key that asked for this response is no longer in force.", None)
         form = background.form if replayed.token_ids else None

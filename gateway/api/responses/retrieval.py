@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.responses import response as out
 from gateway.api.responses.background import Background, failed_by_restart
 from gateway.api.responses.encoder import ResponseRun
-from gateway.api.responses.history import ResponseHistory, has_ended, inputs_of, tenant_of
+from gateway.api.responses.history import ResponseHistory, has_ended, inputs_of
 from gateway.api.responses.request import InputItem
 from gateway.api.responses.response_database import StoredResponse
 from gateway.errors import BadRequest
@@ -43,7 +43,7 @@ class Retrieval:
 
     async def send_stored(self, response_id: str, record: RequestRecord, send: Send) -> None:
         """Send a stored response. Raises `ResponseNotFound`."""
-        tenant = tenant_of(record)
+        tenant = record.caller.owner
         size = (await self._history.sizes(tenant, response_id)).body_bytes
 
         async def make() -> bytes:
@@ -68,7 +68,7 @@ class Retrieval:
 
         Raises `ResponseNotFound` and `BadRequest`.
         """
-        tenant, history, work = tenant_of(record), self._history, self._services.bodies.work
+        tenant, history, work = record.caller.owner, self._history, self._services.bodies.work
         sizes = await history.sizes(tenant, response_id)
 
         async def make() -> bytes:

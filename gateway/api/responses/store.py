@@ -71,6 +71,11 @@ class Store:
         if not self._is_closed:
             self._thread.submit(self._shrink_or_log)
 
+    def keep_tenants(self, tenants: frozenset[str]) -> None:
+        """Delete the responses of all other tenants soon."""
+        if not self._is_closed:
+            self._thread.submit(self._shrink_or_log, tenants)
+
     def keep(self, about_bytes: int, make: Callable[[], StoredResponse]) -> Future[bool]:
         """Queue a response of about `about_bytes` for storing. The thread calls `make`, which returns the response.
 
@@ -171,10 +176,10 @@ class Store:
             log.exception("response not stored")
         return False
 
-    def _shrink_or_log(self) -> None:
+    def _shrink_or_log(self, tenants: frozenset[str] | None = None) -> None:
         try:
             if self._path.exists():
-                self._healed(ResponseDatabase.shrink)
+                self._healed(lambda database: database.shrink(tenants))
                 self._truncate_log()
         except (sqlite3.Error, OSError) as error:
             self._problems["failed"] += 1

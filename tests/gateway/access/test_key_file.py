@@ -69,8 +69,8 @@ def test_rotation_changes_the_secret_and_nothing_else(file: KeyFile) -> None:
 
     assert not after.is_opened_by(old.encode())
     assert after.is_opened_by(new.encode())
-    assert (after.models, after.rpm, after.cache_salt, after.created) == (
-        before.models, before.rpm, before.cache_salt, before.created,
+    assert (after.models, after.rpm, after.cache_salt, after.created, after.owner) == (
+        before.models, before.rpm, before.cache_salt, before.created, before.owner,
     )  # fmt: skip
 
 
@@ -196,7 +196,7 @@ def test_what_a_later_version_has_written_is_ignored_and_kept_on_every_change(fi
 
 
 def test_the_file_says_of_a_key_only_what_differs_from_the_defaults(file: KeyFile) -> None:
-    """An older mlxd that refuses fields which it does not know then reads every key that uses none of them."""
+    """An older mlxd logs the fields that it does not know."""
     file.create(key("plain", rpm=5))
     file.create(key("later", tokens_per_day=9))
     file.change("later", tokens_per_day=0)
@@ -204,7 +204,7 @@ def test_the_file_says_of_a_key_only_what_differs_from_the_defaults(file: KeyFil
     file.change("plain", is_disabled=False)
 
     written = [set(one) for one in json.loads(file.path.read_bytes())["keys"]]
-    common = {"name", "prefix", "salt", "hash", "cache_salt", "created"}
+    common = {"name", "prefix", "salt", "hash", "cache_salt", "created", "id"}
     assert written == [common | {"rpm"}, common]
     assert [(one.rpm, one.alert_at) for one in file.read()] == [(5, 80), (0, 80)]
 
