@@ -1,6 +1,7 @@
 """Values with markup in required calls: what the grammar allows, the parser reads back as it was written."""
 
 import json
+import re
 from functools import cache
 from typing import Any, Final
 
@@ -95,16 +96,21 @@ def test_a_call_that_the_grammar_allows_is_read_back_as_it_was_written(family: s
     raw = written(family, name, arguments)
     if is_allowed(family, raw):
         called = Called.read(family, raw, TOOLS)
-        assert [(found, json.loads(text)) for found, text in called.calls] == [(name, arguments)], raw
+        calls = [(found, json.loads(text)) for found, text in called.calls]
+        # A value may spell the end of its argument and a whole further argument.
+        assert calls == [(name, arguments)] or rendered(family, calls) == raw, raw
         assert not called.malformed
 
 
 @each_family
 def test_a_grammar_allows_markup_that_the_parser_reads_as_text(family: str) -> None:
     form = TAGGED[family].form
-    own = {*spellings(form.param_end), *form.openers} - {""}
+    # An end before a tag may be the end of the value.
+    ends = "|".join(map(re.escape, spellings(form.param_end)))
+    own = re.compile("|".join([*map(re.escape, filter(None, form.openers)), rf"(?:{ends})\s*<"]))
     others = [rendered(other, [("f", {"a": "1"})]) for other in FAMILIES]
     quoted = [form.call_end, *form.wrap_end, form.param + "path" + form.key_end, *others, "<b>x</b>", '{"name": "f"}']
-    for text in quoted:
+    # Without a character that begins the next tag, a grammar could not tell whether an end is one.
+    for text in [*([] if has_token(form.param + form.call_end) else [form.param_end]), *quoted]:
         raw = written(family, "write", {"path": "a", "body": f"The {text} is quoted.\nEnd"})
-        assert has_token(text) or is_allowed(family, raw) != any(word in text for word in own), text
+        assert has_token(text) or is_allowed(family, raw) == (own.search(text) is None), text

@@ -279,9 +279,9 @@ def spellings(marker: str) -> tuple[str, ...]:
 
 
 def end_beginnings(marker: str) -> tuple[str, ...]:
-    """Return the texts one of which any spelling of an end marker begins with."""
+    """Return the texts one of which any spelling of an end marker begins with, except those of `spellings`."""
     tags = [_end_tag(text) for text in spellings(marker)]
-    return tuple(tag.stem + follows for tag in tags for follows in (tag.closing, " ", "\t", "\n", "\r", "="))
+    return tuple(tag.stem + follows for tag in tags for follows in (" ", "\t", "\n", "\r", "="))
 
 
 def _spaced(tag: str) -> tuple[str, ...]:

@@ -69,10 +69,16 @@ class Lark:
             for piece in self.marks.pieces(text)
         )
 
-    def until(self, end: str, banned: Sequence[str] = (), *, body: str = r"(?s:.*)") -> str:
-        """Return an expression for text that matches `body` without `end` and the `banned` texts, followed by `end`."""
+    def until(self, end: str, banned: Sequence[str] = (), *, ends: Sequence[str] = (), body: str = r"(?s:.*)") -> str:
+        """Return an expression for text that matches `body` without `end` and the `banned` texts, followed by `end`.
+
+        With `ends`, which are parts of `end` and other spellings of them, `end` and they may be in the text, too, where
+        no tag follows them. A tag must then follow the expression.
+        """
         pieces = self.marks.pieces(end)
-        plain = self.without(body, (end, *banned))
+        if ends and pieces == [end]:
+            return self.terminal(self.without(f"({body}){escape(end)}", banned, ends))
+        plain = self.without(body, (end, *ends, *banned))
         if not pieces or isinstance(pieces[0], int):
             # llguidance does not allow empty lexemes.
             some = self.terminal(f"{plain} & /(?s:.+)/")
@@ -94,9 +100,11 @@ class Lark:
         ranges = (f"{start}-{end}" if end > start else str(start) for start, end in zip(starts, ends, strict=True))
         return f"(<[^{','.join(ranges)}]>)*"
 
-    def without(self, body: str, banned: Sequence[str]) -> str:
-        """Return a terminal's expression for text that matches the regex and contains none of the `banned` texts."""
+    def without(self, body: str, banned: Sequence[str], ends: Sequence[str] = ()) -> str:
+        """Return a terminal's expression for text that matches the regex and contains none of the `banned` texts, and
+        none of the `ends` before a tag."""
         words = sorted({escape(word) for word in banned if word and self.marks.is_plain(word)})
+        words += sorted({escape(end) + r"\s*<" for end in ends if self.marks.is_plain(end)})
         return f"/{body}/" + (f" & ~/(?s:.*({'|'.join(words)}).*)/" if words else "")
 
     def rule(self, body: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Final, cast
 from worker.output.parsers.minimax_m3 import MiniMaxM3Calls
 from worker.output.parsers.schema import Parameters, Schema, mapping
 from worker.output.parsers.xml_calls import XmlCalls
-from worker.output.parsers.xml_notation import end_beginnings
+from worker.output.parsers.xml_notation import end_beginnings, spellings
 from worker.output.parsers.xml_values import CDATA
 from worker.structured.tool_grammar.formats import MAX_CALLS, MAX_NUMBERED_CALLS, Shape
 from worker.structured.tool_grammar.lark import Lark, either
@@ -81,20 +81,27 @@ class _XmlWriter:
         at = 1 if family in _SECOND_WRAP else 0
         self._wrap = form.wrap[at] if form.wrap else ""
         self._wrap_end = form.wrap_end[at] if form.wrap_end else ""
+        # Ends of values that a value may hold. None if the tags after a value are control tokens: then no character
+        # shows that an end is one.
+        are_plain = lark.marks.is_plain(form.param + form.call_end + form.param_end)
+        self._ends = spellings(form.param_end) if are_plain else ()
 
     def _banned(self, tool: ToolSchema, key: str) -> tuple[str, ...]:
-        """Return the texts that no value of `key` may contain, because the parser may not read them as its text: the
-        end of a value, the start of a call, and the start of a parameter where another one may follow.
+        """Return the texts that no value of `key` may contain, because the parser may not read them as its text: an
+        unusual end of a value, the start of a call, and the start of a parameter where another one may follow.
         """
         form, keys = self._form, list(tool.properties)
         before = keys[: keys.index(key)]
         is_last = all(other in before and other in tool.required for other in keys if other != key)
         further = () if is_last else (form.param,)
-        return (*end_beginnings(form.param_end), *form.openers, *further, *((CDATA,) if form.cdata else ()))
+        ends = () if self._ends else spellings(form.param_end)
+        cdata = (CDATA,) if form.cdata else ()
+        return (*ends, *end_beginnings(form.param_end), *form.openers, *further, *cdata)
 
     def shape(self, tools: Sequence[ToolSchema]) -> Shape:
         lark, form, look = self._lark, self._form, self._look
-        values = (look.before_end + form.param_end,)
+        end = look.before_end + form.param_end
+        values = (end + look.after + "<", end) if self._ends else (end,)
         wrap_end = (look.end + self._wrap_end,) if self._wrap_end else ()
         ends = (*wrap_end, look.after + form.call_end, form.call_end)
         numbers = MAX_NUMBERED_CALLS if look.is_numbered else MAX_CALLS
@@ -138,7 +145,7 @@ class _XmlWriter:
         between = (look.after + form.value) if form.value else ""
         head = self._lark.text(form.param + label + form.key_end + between + look.value)
         end = look.before_end + form.param_end + look.after
-        value = parameter(self._lark, tool, key, schema, end, self._banned(tool, key))
+        value = parameter(self._lark, tool, key, schema, end, self._banned(tool, key), self._ends)
         whole = self._lark.rule(f"{head} {value}")
         return whole if key in tool.required else f"({whole})?"
 
@@ -161,12 +168,14 @@ def minimax_m3_shape(lark: Lark, form: MiniMaxM3Calls, tools: Sequence[ToolSchem
     return Shape(start, f"{lark.text(chr(10))} {first}", (first,) * MAX_CALLS, lark.text(end), (f"{mark}</",), (end,))
 
 
-def parameter(lark: Lark, tool: ToolSchema, key: str, schema: Any, end: str, banned: Sequence[str]) -> str:
-    """Return the expression of a parameter's value and the `end` after it. Strings are plain text, other types are
-    JSON.
+def parameter(
+    lark: Lark, tool: ToolSchema, key: str, schema: Any, end: str, banned: Sequence[str], ends: Sequence[str] = ()
+) -> str:
+    """Return the expression of a parameter's value and the `end` after it. Strings are plain text, which may contain
+    the `ends` where no tag follows; other types are JSON.
     """
     options = _options(resolved(schema, tool.parameters))
-    return either([_option(lark, tool, key, option, end, banned) for option in options or [schema]])
+    return either([_option(lark, tool, key, option, end, banned, ends) for option in options or [schema]])
 
 
 def _options(fields: Schema) -> list[Any]:
@@ -177,12 +186,14 @@ def _options(fields: Schema) -> list[Any]:
     return []
 
 
-def _option(lark: Lark, tool: ToolSchema, key: str, schema: Any, end: str, banned: Sequence[str]) -> str:
+def _option(
+    lark: Lark, tool: ToolSchema, key: str, schema: Any, end: str, banned: Sequence[str], ends: Sequence[str]
+) -> str:
     fields = resolved(schema, tool.parameters)
     if not ("$ref" not in mapping(schema) or only(schema, "$ref")) or schema is False:
         lark.unheld.add(tool.name)
     if "enum" in fields or "const" in fields:
-        values = Values(lark, tool, JSON, banned)
+        values = Values(lark, tool, JSON, (*banned, *ends))
         if not only(fields, "enum", "type") and not only(fields, "const", "type"):
             lark.unheld.add(tool.name)
         options = [lark.text(each) if isinstance(each, str) else values.value({"const": each})
@@ -190,10 +201,10 @@ def _option(lark: Lark, tool: ToolSchema, key: str, schema: Any, end: str, banne
         return f"{either([option for option in options if option])} {lark.text(end)}"
     kinds = Parameters({"properties": {key: schema}}, tool.parameters).types(key)
     if kinds and "string" not in kinds:
-        return f"{Values(lark, tool, JSON, banned).value(schema)} {lark.text(end)}"
+        return f"{Values(lark, tool, JSON, (*banned, *ends)).value(schema)} {lark.text(end)}"
     if not only(fields, "type", "minLength", "maxLength") and not only(fields, "type", "pattern"):
         lark.unheld.add(tool.name)
-    return lark.until(end, banned, body=_body(fields))
+    return lark.until(end, banned, ends=ends, body=_body(fields))
 
 
 def _body(schema: Schema) -> str:
