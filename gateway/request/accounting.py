@@ -62,7 +62,7 @@ class TokenAccounting:
         A delta that ends in ERROR or ABORT becomes `failure` instead.
         """
         now = self._record.clock()
-        newest = self._newest_token
+        newest, has_end = self._newest_token, False
         for delta in deltas:
             rid = delta.rid
             if count := len(delta.token_ids):
@@ -73,9 +73,8 @@ class TokenAccounting:
                 else:
                     self._on_first_token(now)
                 newest[rid] = now
-            if delta.finish is not None:
-                return self._book_ends(deltas)
-        return deltas
+            has_end = has_end or delta.finish is not None
+        return self._book_ends(deltas) if has_end else deltas
 
     @property
     def is_complete(self) -> bool:

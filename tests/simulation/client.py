@@ -8,9 +8,10 @@ from typing import Any
 
 from starlette.types import Message
 
+from gateway.api.openai.lowering import derive_seed
 from tests.simulation.http_call import scope_of
 from tests.simulation.simulated_gateway import SimulatedGateway
-from tests.simulation.simulated_worker import answer_ids, text_of
+from tests.simulation.simulated_worker import CHOICES, answer_ids, asked_text, text_of
 from tests.simulation.virtual_loop import VirtualLoop
 from tests.simulation.world import Violated, World
 
@@ -31,14 +32,16 @@ class Plan:
     leaves_after: int | None
     pause_s: float
     is_refused: bool = False
+    choices: int = 1
 
     @property
     def prompt(self) -> str:
-        return f"{self.key} {'refused' if self.is_refused else 'asks'} {self.number}"
+        asked = f"{self.key} {'refused' if self.is_refused else 'asks'} {self.number}"
+        return f"{asked} {CHOICES}" if self.choices > 1 else asked
 
-    @property
-    def answer(self) -> list[int]:
-        return answer_ids(self.model, self.prompt)[: self.max_tokens]
+    def answer(self, choice: int) -> list[int]:
+        text = asked_text(self.prompt, derive_seed(self.number, choice))
+        return answer_ids(self.model, text)[: self.max_tokens]
 
 
 def draw_plan(random: Random, number: int, models: list[str], keys: list[str], span_s: float) -> Plan:
@@ -64,11 +67,17 @@ class Outcome:
     is_complete: bool = False
     has_left: bool = False
     is_cut: bool = False
-    # Text, end, error and usage of the answer.
-    text: str = ""
-    finish: str | None = None
+    # Text and end of each choice, and error and usage of the answer.
+    texts: dict[int, str] = field(default_factory=dict[int, str])
+    finishes: dict[int, str] = field(default_factory=dict[int, str])
     error: str = ""
     completion_tokens: int | None = None
+    # Number of marks of the end of the stream.
+    ends: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(text.count("w") for text in self.texts.values())
 
 
 class Client:
@@ -84,6 +93,7 @@ class Client:
         self._pieces = 0
         self._left = world.loop.create_future()
         self._has_body = False
+        self._began_at = 0.0
 
     def request_body(self) -> bytes:
         plan = self.plan
@@ -94,12 +104,15 @@ class Client:
         }
         if plan.max_tokens is not None:
             body["max_tokens"] = plan.max_tokens
+        if plan.choices > 1:
+            body["n"], body["seed"] = plan.choices, plan.number
         if plan.is_streamed:
             body["stream_options"] = {"include_usage": True}
         return json.dumps(body).encode()
 
     async def run(self, gateway: SimulatedGateway, secret: str) -> None:
         plan, self._gateway = self.plan, gateway
+        self._began_at = self._loop.time()
         self._body = self.request_body()
         scope = scope_of("POST", PATH, "", secret, self._body, 40000 + plan.number)
         try:
@@ -155,13 +168,13 @@ class Client:
     def _read(self) -> None:
         outcome = self.outcome
         if outcome.status == 200 and self.plan.is_streamed:
-            for block in bytes(outcome.body).decode().split("\n\n"):
-                if block.startswith("data: ") and block != "data: [DONE]":
-                    self._read_chunk(json.loads(block[6:]))
-                elif "data: {" in block:
-                    for line in block.splitlines():
-                        if line.startswith("data: {"):
-                            self._read_chunk(json.loads(line[6:]))
+            for line in bytes(outcome.body).decode().splitlines():
+                if outcome.ends and line:
+                    raise Violated(f"{self.plan}: {line!r} after the mark of the stream's end")
+                if line == "data: [DONE]":
+                    outcome.ends += 1
+                elif line.startswith("data: {"):
+                    self._read_chunk(json.loads(line[6:]))
         elif outcome.is_complete and outcome.body:
             self._read_whole(json.loads(outcome.body))
 
@@ -171,40 +184,59 @@ class Client:
             outcome.error = str(chunk["error"].get("code") or chunk["error"].get("type"))
             return
         if chunk.get("usage"):
+            if outcome.completion_tokens is not None:
+                raise Violated(f"{self.plan}: two usages")
             outcome.completion_tokens = chunk["usage"]["completion_tokens"]
         for choice in chunk["choices"]:
-            text = choice["delta"].get("content") or ""
-            if text and outcome.finish is not None:
+            index, text = choice["index"], choice["delta"].get("content") or ""
+            if text and index in outcome.finishes:
                 raise Violated(f"{self.plan}: text after its end: {text!r}")
-            if choice["finish_reason"] is not None and outcome.finish is not None:
-                raise Violated(f"{self.plan}: two ends")
-            outcome.text += text
-            outcome.finish = choice["finish_reason"] or outcome.finish
+            outcome.texts[index] = outcome.texts.get(index, "") + text
+            if choice["finish_reason"] is not None:
+                if index in outcome.finishes:
+                    raise Violated(f"{self.plan}: two ends")
+                outcome.finishes[index] = choice["finish_reason"]
 
     def _read_whole(self, body: dict[str, Any]) -> None:
         outcome = self.outcome
         if "error" in body:
             outcome.error = str(body["error"].get("code") or body["error"].get("type"))
             return
-        choice = body["choices"][0]
-        outcome.text, outcome.finish = choice["message"]["content"] or "", choice["finish_reason"]
+        for choice in body["choices"]:
+            outcome.texts[choice["index"]] = choice["message"]["content"] or ""
+            outcome.finishes[choice["index"]] = choice["finish_reason"]
         outcome.completion_tokens = body["usage"]["completion_tokens"]
 
     def check(self) -> None:
         """Check that the client has the model's answer, an error, or a part of the answer if it left."""
-        plan, outcome, answer = self.plan, self.outcome, text_of(self.plan.answer)
-        self.world.note(f"request {plan.number}: {outcome.status} {outcome.finish} {outcome.error} {len(outcome.text)}")
-        if not self.is_allowed and (outcome.status == 200 or outcome.text):
-            raise Violated(f"{plan}: its key may not use its model, and gets {outcome.status} {outcome.text!r}")
-        if not answer.startswith(outcome.text):
-            raise Violated(f"{plan}: the text {outcome.text!r} is not the model's answer {answer!r}")
+        plan, outcome = self.plan, self.outcome
+        finishes = " ".join(outcome.finishes.values()) or None
+        self.world.note(f"request {plan.number}: {outcome.status} {finishes} {outcome.error} {outcome.tokens}")
+        if not self.is_allowed and (outcome.status == 200 or outcome.texts):
+            raise Violated(f"{plan}: its key may not use its model, and gets {outcome.status} {outcome.texts}")
+        answers = [plan.answer(choice) for choice in range(plan.choices)]
+        for choice, text in outcome.texts.items():
+            answer = text_of(answers[choice])
+            if not answer.startswith(text):
+                raise Violated(f"{plan}: the text {text!r} is not the model's answer {answer!r}")
+            if choice in outcome.finishes and text != answer:
+                raise Violated(f"{plan}: finished as {outcome.finishes[choice]} after {text!r} of {answer!r}")
         # A worker that cannot be started fails its requests with this code too.
         if outcome.error in ("internal_error", "internal") and not outcome.is_cut and "spawn" not in self.world.faults:
             raise Violated(f"{plan}: the gateway failed: {bytes(outcome.body)!r}")
-        if outcome.finish is not None:
-            if outcome.text != answer:
-                raise Violated(f"{plan}: finished as {outcome.finish} after {outcome.text!r} of {answer!r}")
-            if outcome.completion_tokens not in (None, len(plan.answer)):
-                raise Violated(f"{plan}: {outcome.completion_tokens} tokens are counted, {len(plan.answer)} were sent")
-        elif not (outcome.error or outcome.has_left or outcome.is_cut):
+        has_all = len(outcome.finishes) == plan.choices
+        if has_all and outcome.completion_tokens not in (None, sent := sum(map(len, answers))):
+            raise Violated(f"{plan}: {outcome.completion_tokens} tokens are counted, {sent} were sent")
+        if not has_all and not (outcome.error or outcome.has_left or outcome.is_cut):
             raise Violated(f"{plan}: no end: {outcome}")
+        is_whole = has_all and outcome.is_complete and not (outcome.error or outcome.has_left)
+        if is_whole and plan.is_streamed and (not outcome.ends or outcome.completion_tokens is None):
+            raise Violated(f"{plan}: its stream ends without its mark or its usage: {bytes(outcome.body[-300:])!r}")
+
+    def check_time(self, limit_s: float) -> None:
+        """Check that the request has ended by its limit. A client that reads slowly is sent the rest later."""
+        if self.outcome.is_cut or self.plan.pause_s or self.world.jumped_at >= self._began_at:
+            return
+        took_s = self._loop.time() - self._began_at
+        if took_s > limit_s:
+            raise Violated(f"{self.plan}: it took {took_s:.1f} s, its limit is {limit_s:.1f} s")

@@ -9,14 +9,18 @@ import httpx
 
 from gateway.app import App
 from gateway.config.settings import Config
-from gateway.link.link import WorkerLink
+from gateway.link.link import LATE_GRACE_S, RID_BITS, WorkerLink
 from gateway.reload import Reloader
 from gateway.telemetry.metrics import Metrics
 from gateway.workers.pool.pool import Pool
 from gateway.workers.supervisor.registry import Registry
 from tests.simulation.http_edge import HttpEdge
 from tests.simulation.simulated_disk import DiskOfProcess, SimulatedDisk, SimulatedThread, abandon_database
+from tests.simulation.usage_books import UsageBooks
 from tests.simulation.world import ProcessTable, SimulatedWire, Violated, World
+
+# A deadline is enforced this long after it, beside the grace that workers have.
+LATE_S = 1.0
 
 
 class SimulatedGateway:
@@ -70,6 +74,8 @@ class SimulatedGateway:
             disk=self.disk,
             transport=remotes,
         )
+        self.boot = boot
+        self.books = UsageBooks(world, self.app.services, boot)
         self.wanted = config
         self.reloader = Reloader(self.app, lambda: self.wanted)
         self.tasks: set[asyncio.Task[None]] = set()
@@ -85,6 +91,7 @@ class SimulatedGateway:
         return self.table
 
     async def start(self) -> None:
+        self.world.is_wanted = self._wants
         await self.pool.start()
         await self.app.start()
         services = self.app.services
@@ -92,6 +99,11 @@ class SimulatedGateway:
         # Without peers it would only wake up each second.
         chores += [services.fleet.run()] if self.config.peers else []
         self._chores = [asyncio.create_task(chore) for chore in chores]
+
+    def _wants(self, rid: int) -> bool:
+        """Whether a worker may go on with a sequence. What earlier gateways have begun is not checked."""
+        is_known = rid in self.link._sequences  # pyright: ignore[reportPrivateUsage]
+        return is_known or rid >> RID_BITS != self.boot or not self.wire.is_open
 
     def http_edge(self) -> HttpEdge:
         if self.edge is None:
@@ -170,8 +182,10 @@ class SimulatedGateway:
             if left:
                 raise Violated(f"{len(left)} requests do not end with their gateway: {left}")
 
-    def check_grants(self, budget: int) -> None:
-        """Check that the promised shares of memory fit the budget, and that each admitted sequence is a key's."""
+    def check_turn(self, budget: int, concurrency: dict[str, int]) -> None:
+        """Check that promised shares of memory fit the budget, that each admitted sequence is a key's, and that neither
+        the keys' limits of concurrency nor the deadlines are exceeded.
+        """
         broker, admission = self.pool._broker, self.app.services.admission  # pyright: ignore[reportPrivateUsage]
         shares = {name: allocation.share for name, allocation in broker.allocations.items()}
         # A worker that takes more than its share keeps what it has, if it does not give it back in time.
@@ -180,6 +194,15 @@ class SimulatedGateway:
         for name, queue in admission._queues.items():  # pyright: ignore[reportPrivateUsage]
             if queue.inside != queue.by_key.total():
                 raise Violated(f"{queue.inside} sequences of {name} are admitted, of keys {queue.by_key}")
+        for key, limit in concurrency.items():
+            if (running := self.metrics.keys[key].sequences) > limit > 0:
+                raise Violated(f"{running} sequences of {key} run, its limit is {limit}")
+        now = self.world.loop.time()
+        if now - self.world.jumped_at < LATE_GRACE_S:
+            return  # The timers that a jump of the clock has made late are called soon.
+        for sequence in self.link._sequences.values():  # pyright: ignore[reportPrivateUsage]
+            if sequence.deadline is not None and now > sequence.deadline + LATE_GRACE_S + LATE_S:
+                raise Violated(f"sequence {sequence.rid} runs {now - sequence.deadline:.1f} s after its deadline")
 
     def check_idle(self) -> None:
         """Check that nothing is left of requests that have ended."""
@@ -189,10 +212,11 @@ class SimulatedGateway:
         # A prefill of a next turn is no request: it may wait for a worker that hangs.
         turns = {rid for rids in services.next_turns._rids.values() for rid in rids}  # pyright: ignore[reportPrivateUsage]
         sequences = self.link._sequences.keys() - turns  # pyright: ignore[reportPrivateUsage]
-        left = {
+        models = [*services.config.models]
+        left: dict[str, float] = {
             "sequences": len(sequences),
-            "admitted": sum(services.admission.inside(name) for name in self.config.models),
-            "leases": sum(self.pool.leases(name) for name in self.config.models),
+            "admitted": sum(services.admission.inside(name) for name in models),
+            "leases": sum(self.pool.leases(name) for name in models),
             "requests": len(services.requests.views()),
             "unhandled errors": self.metrics.unhandled_errors,
             "tasks": len(services.tasks),
@@ -200,9 +224,10 @@ class SimulatedGateway:
             "bytes of bodies": services.bodies.numbers.used_bytes,
             "requests at upstreams": services.upstreams._running,  # pyright: ignore[reportPrivateUsage]
             "connections": 0 if self.edge is None else self.edge.open_connections,
+            **self.books.held(),
         }
         if any(left.values()):
-            raise Violated(f"left behind: {left}")
+            raise Violated(f"left behind: { {what: count for what, count in left.items() if count} }")
 
     @property
     def running_responses(self) -> int:

@@ -2,6 +2,7 @@
 
 import signal
 from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -47,16 +48,26 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = 7
 LENGTH_MAX = 60
 STEP_S = 0.03
+# Time beyond the latency in which an abort reaches its worker.
+ABORT_S = 0.05
+# Last word of the prompts that ask for several choices.
+CHOICES = "choices"
 ORPHAN_CHECK_S = 10.0
 ORPHAN_CHECKS = 3
 _WEIGHTS = 1 << 30
 
 
+@cache
 def answer_ids(model: str, prompt: str) -> list[int]:
-    """The model's whole answer to a prompt, as token ids."""
+    """The model's whole answer to a prompt, as token ids. Seeds have few prompts, and each is asked for many times."""
     digest = blake2b(f"{model}\0{prompt}".encode(), digest_size=64).digest()
     length = 1 + digest[0] % LENGTH_MAX
     return [digest[1 + i % 63] * 256 + i for i in range(length)]
+
+
+def asked_text(prompt: str, seed: int) -> str:
+    """Return what an answer depends on: a prompt that asks for choices has another answer for each seed."""
+    return f"{prompt} {seed}" if prompt.endswith(CHOICES) else prompt
 
 
 def text_of(ids: list[int] | tuple[int, ...]) -> str:
@@ -74,7 +85,19 @@ class Row:
     ids: list[int]
     limit: int
     done: int
-    resumed: int
+    # What the key and the gateway are charged for; None for the prefill of a next turn.
+    work: "Work | None"
+    # Since when the gateway does not know the sequence; None while it does.
+    unknown_since: float | None = None
+
+
+@dataclass(slots=True)
+class Work:
+    """What workers have done for one sequence. The world has it, because a sequence may go on at another worker."""
+
+    key: str
+    model: str
+    tokens: int = 0
 
 
 class SimulatedWorker:
@@ -204,7 +227,7 @@ class SimulatedWorker:
             return
         assert isinstance(prompt, ChatPrompt)
         text = str(prompt.messages[-1]["content"])
-        ids = answer_ids(self.spec.name, text)
+        ids = answer_ids(self.spec.name, asked_text(text, request.sampling.seed))
         resume = list(request.resume)
         if resume != ids[: len(resume)]:
             raise Corrupt(f"sequence {text!r} is resumed with {resume}, but its answer is {ids}")
@@ -214,13 +237,14 @@ class SimulatedWorker:
             self.send(Rejected(request.rid, Failure(Code.INVALID_REQUEST, "refused")))
             return
         limit = min(len(ids), request.max_tokens or len(ids))
-        self.begin_row(request.rid, Row(ids, limit, len(resume), len(resume)))
+        work = self.world.work.setdefault(request.rid, Work(text.split()[0], self.spec.name))
+        self.begin_row(request.rid, Row(ids, limit, len(resume), work))
 
     def prefill(self, rid: int, turn: NextTurnPrompt) -> None:
         """Begin the prefill of a next turn, which generates nothing."""
         if turn.rid not in self.answered:
             raise Corrupt(f"{self.spec.name}#{self.epoch} gets the next turn of {turn.rid}, which it has not answered")
-        self.begin_row(rid, Row([], 0, 0, 0))
+        self.begin_row(rid, Row([], 0, 0, None))
 
     def begin_row(self, rid: int, row: Row) -> None:
         self.send(Accepted(rid, PROMPT_TOKENS))
@@ -240,6 +264,9 @@ class SimulatedWorker:
             count = self.world.random.choice((1, 1, 2, 4, 8))
             ids = row.ids[row.done : min(row.done + count, row.limit)]
             row.done += len(ids)
+            if row.work is not None:
+                row.work.tokens = max(row.work.tokens, row.done)
+                self.check_wanted(rid, row)
             self.generated += len(ids)
             finish = None if row.done < row.limit else Finish.STOP if row.limit == len(row.ids) else Finish.LENGTH
             usage = Usage(PROMPT_TOKENS, 0, row.done) if finish is not None else None
@@ -256,6 +283,18 @@ class SimulatedWorker:
         if self.rows:
             self.is_stepping = True
             self.process.later(STEP_S * (0.5 + self.world.random.random()), self.step)
+
+    def check_wanted(self, rid: int, row: Row) -> None:
+        """Check that a sequence whose gateway does not know it any more is not generated for longer than an abort
+        takes.
+        """
+        now = self.world.loop.time()
+        if self.world.is_wanted(rid):
+            row.unknown_since = None
+        elif row.unknown_since is None:
+            row.unknown_since = now
+        elif now - row.unknown_since > self.world.rates.latency_s + ABORT_S and self.process.is_sound:
+            raise Corrupt(f"{self.spec.name}#{self.epoch} was not told to abort {rid}, which nobody reads")
 
     def misbehave(self) -> bool:
         """Draw a fault of this step. Return whether the worker does not go on."""

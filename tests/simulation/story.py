@@ -19,11 +19,13 @@ from typing import Any
 import msgspec
 
 from gateway.access.audit_log import AuditEntry
-from gateway.access.key import Key
+from gateway.access.key import Key, KeyLimits
 from gateway.access.key_file import KeyFile, KeyRefused, KeysUnusable
+from gateway.access.key_file import _encode as encode_keys  # pyright: ignore[reportPrivateUsage]
 from gateway.api.responses.journal_records import NotUnderstood, parsed
 from gateway.config.settings import Config, FallbackConfig, MemoryConfig, ModelConfig, ServerConfig
 from gateway.errors import Unavailable
+from gateway.link.link import LATE_GRACE_S
 from gateway.reload import Reloader
 from gateway.state_dir.home_paths import audit_path
 from gateway.state_dir.private_file import write_private
@@ -35,7 +37,7 @@ from tests.simulation.http_call import HttpCall
 from tests.simulation.pipelining_client import PipeliningClient, draw_connection
 from tests.simulation.simulated_database import DatabaseFaults
 from tests.simulation.simulated_disk import QUICK_S, DiskOfProcess, SimulatedDisk
-from tests.simulation.simulated_gateway import SimulatedGateway
+from tests.simulation.simulated_gateway import LATE_S, SimulatedGateway
 from tests.simulation.simulated_peers import MODEL as PEER_MODEL
 from tests.simulation.simulated_peers import SimulatedPeers, peer_configs
 from tests.simulation.simulated_upstreams import MODEL as UPSTREAM_MODEL
@@ -56,7 +58,7 @@ SPANS_S = (10.0, 40.0)
 LIVENESS_S = 900.0 + 6 * 400.0
 LOAD_TIMEOUT_S = 20.0
 # What is promised stays promised for some turns, and is checked once in so many.
-GRANT_CHECK_TURNS = 16
+CHECK_TURNS = 16
 # A seed takes less than a tenth of a second. One that takes this long waits for something that is not simulated.
 WALL_S = 20.0
 
@@ -176,6 +178,10 @@ class Story:
         self.remotes: SimulatedPeers | SimulatedUpstreams = self.peers
         if self._has_upstream:
             self.remotes = SimulatedUpstreams(self.world, self._rare_random, self.peers)
+        # Draws of limits of a key, of choices, and of models that a reload adds or removes.
+        self._limit_random = Random(seed ^ 0x11A17)
+        self._limits = draw_limits(self._limit_random)
+        self._later: list[asyncio.Task[None]] = []
         self._database_at = -math.inf
         if self._background_count and self._rare_random.random() < 0.2:
             rate = self._rare_random.choice((0.0, 0.01, 0.1))
@@ -207,23 +213,7 @@ class Story:
     def _draw_config(self) -> Config:
         random = self.random
         names = MODELS[: random.randint(1, 3)]
-        models = {
-            name: ModelConfig(
-                name=name,
-                path=f"/nowhere/{name}",
-                preload=random.random() < 0.4,
-                load_timeout_s=LOAD_TIMEOUT_S,
-                memory_bytes=random.choice((3, 6, 7)) * GIB,
-                ttl_s=random.choice((0.0, 0.0, 5.0)),
-                max_running=random.choice((1, 4, 16)),
-                max_waiting=random.choice((1, 100)),
-                kind="text",
-            )
-            for name in names
-        }
-        if self._has_upstream:
-            fallback = FallbackConfig(to=(UPSTREAM,), when=("unavailable", "queue"))
-            models = {name: msgspec.structs.replace(model, fallback=fallback) for name, model in models.items()}
+        models = {name: self._draw_model(random, name) for name in names}
         server = ServerConfig(
             drain_s=random.choice((0.0, 2.0, 10.0)),
             queue_timeout_s=60.0,
@@ -242,12 +232,27 @@ class Story:
             config_path=self.home / "mlxd.toml",
             memory=memory,
             peers=peers,
-            upstreams={UPSTREAM: upstream_config([*names])} if self._has_upstream else {},
+            upstreams={UPSTREAM: upstream_config([*MODELS])} if self._has_upstream else {},
+        )
+
+    def _draw_model(self, random: Random, name: str) -> ModelConfig:
+        fallback = FallbackConfig(to=(UPSTREAM,), when=("unavailable", "queue"))
+        return ModelConfig(
+            name=name,
+            path=f"/nowhere/{name}",
+            preload=random.random() < 0.4,
+            load_timeout_s=LOAD_TIMEOUT_S,
+            memory_bytes=random.choice((3, 6, 7)) * GIB,
+            ttl_s=random.choice((0.0, 0.0, 5.0)),
+            max_running=random.choice((1, 4, 16)),
+            max_waiting=random.choice((1, 100)),
+            kind="text",
+            fallback=fallback if self._has_upstream else FallbackConfig(),
         )
 
     def _make_keys(self) -> dict[str, str]:
         self.config.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        data, secrets = _keys(self._is_restricted)
+        data, secrets = _keys(self._is_restricted, self._limits)
         self.config.keys_path.parent.mkdir(mode=0o700, exist_ok=True)
         write_private(self.config.keys_path, data)
         return dict(secrets)
@@ -262,13 +267,10 @@ class Story:
 
     def check_turn(self) -> None:
         """Check what holds at every turn."""
-        honest = self.world.own_bytes
-        if honest > self._budget:
-            raise Violated(f"workers hold {honest >> 20} MiB, the budget is {self._budget}")
-        if self.world.machine.other < 0:
-            raise Violated("the machine has lost memory")
-        if not self.loop.turns % GRANT_CHECK_TURNS and not self.gateway.is_dead:
-            self.gateway.check_grants(self._budget)
+        if self.world.own_bytes > self._budget:
+            raise Violated(f"workers hold {self.world.own_bytes >> 20} MiB, the budget is {self._budget}")
+        if not self.loop.turns % CHECK_TURNS and not self.gateway.is_dead:
+            self.gateway.check_turn(self._budget, self._concurrency)
 
     def _check_files(self) -> None:
         """Check that the key file has all changes, and that each whole line of the audit log can be read."""
@@ -314,6 +316,9 @@ class Story:
             (draw_plan(self.random, i, [*self.config.models], [*KEYS], self.span_s) for i in range(count)),
             key=lambda plan: plan.at_s,
         )
+        if not self._has_upstream:
+            for plan in plans:
+                plan.choices = self._limit_random.choice((1, 1, 1, 1, 1, 2, 3))
         if self._has_peers:
             count = self._own_random.randint(1, 10)
             plans += [draw_plan(self._own_random, 100 + i, [PEER_MODEL], ["alice"], self.span_s) for i in range(count)]
@@ -343,6 +348,7 @@ class Story:
             await each.check()
         await self._check_list()
         self.gateway.check_idle()
+        self._check_books()
         async with asyncio.timeout(LIVENESS_S):
             await self.gateway.stop()
             for burial in self._burials:
@@ -353,6 +359,8 @@ class Story:
         """Return once all requests, events and background responses have ended."""
         async with asyncio.timeout(self.span_s + LIVENESS_S):
             for part in parts:
+                await part
+            for part in self._later:
                 await part
             # Responses whose clients do not know their ids end too.
             while not self._is_quiet():  # noqa: ASYNC110  # the product has no event for it
@@ -383,6 +391,9 @@ class Story:
         if not task.cancelled():
             task.result()
             self._check_key(plan.key, changes, client.outcome.status)
+            gateway.books.received[plan.key] += client.outcome.tokens
+            if (limit_s := gateway.config.server.request_timeout_s) and not self._has_upstream:
+                client.check_time(limit_s + LATE_GRACE_S + LATE_S + self.world.rates.latency_s)
 
     async def _connect(self, number: int) -> None:
         """Send requests on one connection through the HTTP edge."""
@@ -395,8 +406,10 @@ class Story:
         await self._listening.wait()
         changes, secrets = self._key_changes, [self._had[plan.key] for plan in plans]
         client = PipeliningClient(self.world, random, connection, clients)
-        await client.run(self.gateway.http_edge(), secrets)
+        gateway = self.gateway
+        await client.run(gateway.http_edge(), secrets)
         for plan, each in zip(plans, clients, strict=True):
+            gateway.books.received[plan.key] += each.outcome.tokens
             self._check_key(plan.key, changes, each.outcome.status)
 
     async def _events(self) -> None:
@@ -420,6 +433,8 @@ class Story:
                 gateway.run(_quietly(gateway, pool.load(model)))
             case "reload":
                 self._change_config()
+                if added := [name for name in self.config.models if name not in gateway.config.models]:
+                    self._later.append(asyncio.create_task(self._request(self._draw_later(added))))
                 gateway.wanted = self.config
                 await asyncio.wait([gateway.run(_quietly(gateway, _reload(gateway.reloader)))])
             case "die":
@@ -430,6 +445,8 @@ class Story:
                 await self._succeed(self._terminate)
             case "key":
                 self._change_key()
+                # It applies from the next request on.
+                await self._send(HttpCall("GET", "/v1/models"), "bob", 39998)
             case "disk full":
                 self.disk.is_full = True
                 self._relieve_disk(10.0)
@@ -567,7 +584,7 @@ class Story:
             if self._may_use(key, PEER_MODEL):
                 listed = [name for name in listed if name in self.config.models]
             allowed = [model for model in self.config.models if self._may_use(key, model)]
-            if listed != allowed and key in self.secrets:
+            if listed != allowed and key in self.secrets and call.status != 429:
                 raise Violated(f"{key} may use {allowed}, and {listed} are listed: {bytes(call.body)!r}")
 
     async def _send(self, call: HttpCall, key: str, port: int) -> bool:
@@ -590,6 +607,22 @@ class Story:
         if changes == self._key_changes and status not in (0, 429) and (status == 401) is (key in self.secrets):
             raise Violated(f"the key {key} is{'' if key in self.secrets else ' not'} in force, and gets {status}")
 
+    def _draw_later(self, models: list[str]) -> Plan:
+        """Draw a request to models that were added."""
+        plan = draw_plan(self._limit_random, 400 + len(self._later), models, [*KEYS], 1.0)
+        plan.choices = 1 if self._has_upstream else self._limit_random.choice((1, 1, 2))
+        return plan
+
+    @property
+    def _concurrency(self) -> dict[str, int]:
+        return {name: limits.concurrency for name, limits in self._limits.items()}
+
+    def _check_books(self) -> None:
+        """Check what the last gateway has booked. Background responses that it has resumed had a minute of another."""
+        rpm = {} if self._background_count else {name: limits.rpm for name, limits in self._limits.items()}
+        # An upstream's usage is booked to the model in whose place it answers, and may be any number.
+        self.gateway.books.check(set() if self._has_upstream else {*MODELS}, rpm)
+
     def _trouble(self) -> Trouble:
         is_bad = self.disk.is_full or self.disk.latency_s > QUICK_S
         return Trouble(self._power_cut_at, self.loop.time() if is_bad else self._disk_at, self._database_at)
@@ -600,6 +633,13 @@ class Story:
 
     def _change_config(self) -> None:
         random, models = self.random, dict(self.config.models)
+        # Requests to a model that was removed are refused. There is always one model.
+        if self._limit_random.random() < 0.4:
+            name = self._limit_random.choice(MODELS)
+            if name not in models:
+                models[name] = self._draw_model(self._limit_random, name)
+            elif len(models) > 1:
+                del models[name]
         name = random.choice([*models])
         change: dict[str, object] = random.choice(
             (
@@ -624,8 +664,8 @@ class Story:
                     self._had["bob"] = self.secrets["bob"] = file.rotate("bob")[1]
                 case _:
                     models = MODELS[:1] if self._is_restricted else ()
-                    key = Key(name="bob", prefix="", salt="", hash="", models=models)
-                    self._had["bob"] = self.secrets["bob"] = file.create(key)[1]
+                    limits = self._limits.get("bob", KeyLimits())
+                    self._had["bob"] = self.secrets["bob"] = file.create(_key("bob", models, limits))[1]
         except KeyRefused:
             pass
         except KeysUnusable as error:
@@ -644,18 +684,39 @@ class Story:
         self.world.machine.other = 0
 
 
+def draw_limits(random: Random) -> dict[str, KeyLimits]:
+    """Draw the limits of a key, which one seed of six has."""
+    if random.random() > 1 / 6:
+        return {}
+    limits = KeyLimits(
+        rpm=random.choice((0, 0, 6, 60)), tpm=random.choice((0, 600, 6000)), concurrency=random.choice((0, 1, 3))
+    )
+    return {random.choice(KEYS): limits}
+
+
+def _key(name: str, models: tuple[str, ...], limits: KeyLimits) -> Key:
+    fields = {field: getattr(limits, field) for field in KeyLimits.__struct_fields__}
+    # The requests of "bob" may not leave this machine.
+    return Key(name=name, prefix="", salt="", hash="", models=models, may_leave=name == "alice", **fields)
+
+
 @cache
-def _keys(is_restricted: bool) -> tuple[bytes, dict[str, str]]:
-    """Make the content of a key file, and the secrets of its keys. All seeds of a process have the same."""
-    models = {"bob": MODELS[:1]} if is_restricted else {}
+def _secrets() -> dict[str, tuple[Key, str]]:
+    """Make the keys without rights and limits, and their secrets. All seeds of a process have the same."""
     with tempfile.TemporaryDirectory() as folder:
         file = KeyFile(Path(folder) / "keys" / "keys.json")
-        keys = [
-            Key(name=name, prefix="", salt="", hash="", models=models.get(name, ()), may_leave=name == "alice")
-            for name in KEYS
-        ]
-        secrets = {key.name: file.create(key)[1] for key in keys}
-        return file.path.read_bytes(), secrets
+        return {name: file.create(_key(name, (), KeyLimits())) for name in KEYS}
+
+
+def _keys(is_restricted: bool, limits: dict[str, KeyLimits]) -> tuple[bytes, dict[str, str]]:
+    """Return the content of a key file, and the secrets of its keys."""
+    keys: list[Key] = []
+    for name, (made, _) in _secrets().items():
+        models = MODELS[:1] if is_restricted and name == "bob" else ()
+        key = _key(name, models, limits.get(name, KeyLimits()))
+        same = {field: getattr(made, field) for field in ("prefix", "salt", "hash", "cache_salt", "created")}
+        keys.append(msgspec.structs.replace(key, **same))
+    return encode_keys(keys, {}), {name: secret for name, (_, secret) in _secrets().items()}
 
 
 async def _quietly(gateway: SimulatedGateway, command: Coroutine[Any, Any, None]) -> None:
@@ -696,11 +757,12 @@ def play(seed: int) -> Result:
             await story.run()
 
         loop.run_until_complete(tell())
-        if errors:
-            raise Violated(f"an exception in a callback or a task: {errors}")
     except (Exception, Hung) as error:
         failure = error
     finally:
+        if errors:
+            # Whoever waits for what the callback has not done fails later.
+            failure = Violated(f"an exception in a callback or a task: {errors}")
         root.removeHandler(faults)
         _close(loop)
         signal.setitimer(signal.ITIMER_REAL, 0.0)

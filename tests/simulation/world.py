@@ -14,7 +14,7 @@ from gateway.workers.supervisor.ports import WorkerPort
 from gateway.workers.supervisor.registry import Registry, Survivor, WorkerProcess, WorkerRecord
 from protocol.failures import Failure
 from protocol.spec import WorkerSpec
-from tests.simulation.simulated_worker import SimulatedWorker
+from tests.simulation.simulated_worker import SimulatedWorker, Work
 from tests.simulation.virtual_loop import VirtualLoop
 
 GIB = 1 << 30
@@ -61,6 +61,9 @@ class World:
         # Memory of all running workers, without what some take beyond their shares.
         self.own_bytes = 0
         self.wire: SimulatedWire | None = None
+        # Work for sequences by rid, and whether the gateway of a sequence, if there is one, knows it.
+        self.work: dict[int, Work] = {}
+        self.is_wanted: Callable[[int], bool] = lambda rid: True
         self.machine = Machine(self)
         self.faults: dict[str, int] = {}
         self._next_pid = 1000

@@ -238,7 +238,9 @@ class UpstreamFallback:
             async for events in whole_events(answer.pieces()):
                 await send({"type": "http.response.body", "body": events, "more_body": True})
         except Unreachable as error:
-            raise Unavailable(f"The upstream of {forwarding.name} broke off.", RETRY_AFTER_S, error.reason) from None
+            if not answer.has_end:
+                message = f"The upstream of {forwarding.name} broke off."
+                raise Unavailable(message, RETRY_AFTER_S, error.reason) from None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _in_band(self, error: ApiError, record: RequestRecord) -> bytes:

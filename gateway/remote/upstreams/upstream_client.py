@@ -43,6 +43,7 @@ _RESPONSE_HEADERS: Final = (b"retry-after",)
 # about the key.
 _UPSTREAM_STATUSES: Final = frozenset({401, 402, 403, 404, 408, 429, 500, 502, 503, 504, 529})
 _KEY_STATUSES: Final = frozenset({401, 402, 403})
+_EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n")
 # Maximum number of characters that are logged of a refusal, and of an unexpected media type.
 _EXCERPT_CHARS: Final = 500
 _KIND_CHARS: Final = 100
@@ -163,6 +164,12 @@ class UpstreamResponse:
     def is_of_api(self) -> bool:
         """Whether the response has a media type of the API. An error page of a proxy has not."""
         return self.kind in (JSON, EVENTS)
+
+    @property
+    def has_end(self) -> bool:
+        """Whether a stream's last event is the API's mark of its end, after which clients read nothing."""
+        last = self._tail.rstrip().rpartition(b"\n")[2].removeprefix(b"data:").strip()
+        return self._tail.endswith(_EVENT_ENDS) and (last == b"[DONE]" or b'"message_stop"' in last)
 
     @property
     def fault(self) -> str:

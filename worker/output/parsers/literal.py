@@ -376,7 +376,7 @@ def string(r: MarkupReader, quote: str, emit: Emit, inner: PythonString | None =
             raise Malformed
         elif char == "\\":
             r.take(1)
-            emit(text := (yield from _escape(r)))
+            emit(text := (yield from _escape(r, is_python=inner is not None)))
             if inner:
                 inner.note_escape(text)
             continue
@@ -403,12 +403,16 @@ def _next_part(r: MarkupReader, quote: str) -> Steps[None]:
         raise Malformed
 
 
-def _escape(r: MarkupReader) -> Steps[str]:
-    """Return the JSON spelling of the escape after a backslash; an unknown escape keeps its backslash, as in Python."""
+def _escape(r: MarkupReader, *, is_python: bool) -> Steps[str]:
+    """Return the JSON spelling of the escape after a backslash; an unknown escape keeps its backslash, as in Python.
+
+    JSON has fewer escapes than Python: there, backslashes of paths, LaTeX and continued lines that the model has not
+    escaped are text.
+    """
     char = yield from r.peek()
     if not char:
         raise Malformed
-    if char in _HEX_ESCAPES:
+    if char in (_HEX_ESCAPES if is_python else "u"):
         size = _HEX_ESCAPES[char] + 1
         text = yield from r.peek(size)
         try:
@@ -422,4 +426,5 @@ def _escape(r: MarkupReader) -> Steps[str]:
     r.take(1)
     if char in '"\\/bfnrt':
         return "\\" + char
-    return _ESCAPES.get(char, "\\\\" + escaped(char))
+    kept = "\\\\" + escaped(char)
+    return _ESCAPES.get(char, kept) if is_python or char == "'" else kept

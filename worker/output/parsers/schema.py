@@ -249,15 +249,17 @@ def coerced(text: str, types: Types) -> str:
             # numbers.
             is_plain = kind in ("array", "object") or bare in (literal, "True", "False", "None")
             return literal if is_plain else quoted(text)
+        if kind in ("integer", "number") and "string" in types and bare != literal:
+            return quoted(text)  # such as the telephone number `+41`
         if kind in types or (kind == "integer" and "number" in types):
             return literal
-        if kind == "number" and "integer" in types and (whole := _whole(literal)):
+        if kind == "number" and "integer" in types and "string" not in types and (whole := _whole(literal)):
             return whole
     if "string" not in types:
         if "boolean" in types and bare.lower() in ("true", "false"):
             return bare.lower()
-        if "null" in types and bare.lower() in ("null", "none", ""):
-            return "null"
+        if bare.lower() in ("null", "none") or (not bare and "null" in types):
+            return "null"  # also where the schema does not say that an optional value may be null
     return quoted(text)
 
 

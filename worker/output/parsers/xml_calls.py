@@ -143,8 +143,11 @@ class _Arguments:
         if key in given:
             raise Malformed
         types = self.call.params.types(key)
-        if (kind := attribute(opening.label, "string", "type")) and not types:
+        kind = attribute(opening.label, "string", "type")
+        if kind and not types:
             types = {"true": STRING, "false": ANY}.get(kind) or _TYPES.get(kind, ANY)
+        elif kind in ("true", "string") and "string" in types:
+            types = STRING
         lead = ("{" if not given else ", ") + quoted(key) + ": "
         if opening.is_empty:
             given.append(key)

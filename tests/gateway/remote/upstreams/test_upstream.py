@@ -278,6 +278,13 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_and_goes_on_nowhere_e
         assert good.asked == []
 
 
+@pytest.mark.parametrize("end", [b"data: [DONE]\n\n", b'event: message_stop\r\ndata: {"type": "message_stop"}\r\n\r\n'])
+async def test_a_connection_that_breaks_off_after_the_streams_end_is_no_error(end: bytes) -> None:
+    async with far(pieces=[*PIECES, end], ending="broken") as cloud, door(upstream(cloud.url)) as (gateway, _):
+        reply = await ask(gateway, stream=True)
+        assert reply.content == b"".join([*PIECES, end])
+
+
 async def test_anthropics_api_is_for_upstreams_that_speak_it() -> None:
     body = {"model": "far", "max_tokens": 3, "messages": [{"role": "user", "content": "hi"}]}
     async with far() as cloud:
