@@ -16,6 +16,18 @@ KEY: Final = "mlxd.writer"
 SO_NWRITE: Final = 0x1024
 
 
+class EventWriter(Protocol):
+    """Writer of events that may come in several pieces."""
+
+    @property
+    def is_within_event(self) -> bool:
+        """True if only a part of an event was written, so that nothing but the rest of this event may follow."""
+        ...
+
+    @is_within_event.setter
+    def is_within_event(self, is_within: bool) -> None: ...
+
+
 class DirectWriter:
     """Writes pieces of a chunked body by a plain call instead of ASGI's `send`. The connection's protocol makes it.
 
@@ -28,7 +40,6 @@ class DirectWriter:
         self._cycle = cycle
         self._flow = cycle.flow
         self._transport = cycle.transport
-        # True if only a part of an event was written, so that nothing but the rest of this event may follow.
         self.is_within_event = False
 
     @property

@@ -3,7 +3,7 @@ stall are detected.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -28,6 +28,8 @@ _UNBUFFERED: Final[tuple[Header, ...]] = (
 )
 # Encoder of the progress of a prefill as an event.
 EncodeProgress = Callable[[Progress], bytes]
+# Function that returns the slices in which large events are sent; None for events that are sent as they are.
+SliceEvents = Callable[[bytes], Iterator[bytes] | None]
 HEADERS: Final[tuple[Header, ...]] = ((b"content-type", EVENTS), *_UNBUFFERED)
 
 
@@ -136,10 +138,12 @@ class _ResponseStream:
         writer: ChunkWriter | None,
         kind: bytes,
         on_progress: EncodeProgress | None,
+        slice_events: SliceEvents | None,
     ) -> None:
         self._generation = generation
         generation.wakes_on_progress = on_progress is not None
         self._on_progress = on_progress
+        self._slice_events = slice_events
         self._encoder = encoder
         self._send = send
         self._watch = watch
@@ -250,6 +254,12 @@ class _ResponseStream:
             # No middleware inspects the body, so events need not pass through the wrapper.
             if isinstance(self._send, ResponseSender):
                 self._send = self._send.inner
+        if self._slice_events is not None and (pieces := self._slice_events(data)) is not None:
+            for piece in pieces:
+                await self._watch.write(self._send, piece)
+                # `send` waits only for a client that reads slowly: others get their turn between any two slices.
+                await asyncio.sleep(0)
+            data = b""
         if data or not more:
             await self._watch.write(self._send, data, more=more)
 
@@ -264,16 +274,18 @@ async def respond_stream(
     pace: StreamTiming = DEFAULT_PACE,
     kind: bytes = EVENTS,
     on_progress: EncodeProgress | None = None,
+    slice_events: SliceEvents | None = None,
 ) -> ApiError | None:
     """Answer with the events of `generation`, as a stream of the content type `kind`. `on_progress` makes an event of
-    each progress of the prefill; without it there are none.
+    each progress of the prefill; without it there are none. `slice_events` slices the events that may be large: those
+    at the beginning and the end, and keep-alives.
 
     Raises `ApiError` only before the status is sent; returns a later error.
     """
     error: ApiError | None = None
     async with cut_off(record, receive, write_timeout_s) as watch:
         # The stream runs in a separate task, so that each token wakes a few frames instead of the whole app.
-        stream = _ResponseStream(generation, encoder, send, watch, pace, record.writer, kind, on_progress)
+        stream = _ResponseStream(generation, encoder, send, watch, pace, record.writer, kind, on_progress, slice_events)
         error = await asyncio.create_task(stream.run())
         if error is not None:
             record.outcome = error.code or "error"

@@ -117,6 +117,8 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         self._leases: deque[BodyLease] = deque()
         self._reserving: asyncio.Task[None] | None = None
         self._message_timer: asyncio.TimerHandle | None = None
+        # Held while messages are written in pieces.
+        self._message_lock = asyncio.Lock()
 
     # -- the app's side ----------------------------------------------------------------------------------------------
 
@@ -139,7 +141,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
     @property
     def is_open(self) -> bool:
         """False if the client has left, or if `write` would have to wait for the client; use `send_text` then."""
-        return self.writable.is_set() and not self._is_over
+        return self.writable.is_set() and not (self._is_over or self._message_lock.locked())
 
     @property
     def _is_over(self) -> bool:
@@ -153,9 +155,29 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
 
     async def send_text(self, messages: Sequence[bytes]) -> None:
         """Write text messages once the client can take more. Does nothing if the connection is closed."""
+        async with self._message_lock:
+            await self.writable.wait()
+            if messages and not self._is_over:
+                self.write(messages)
+
+    async def begin_pieces(self) -> None:
+        """Keep all others from writing messages, until `end_pieces`."""
+        await self._message_lock.acquire()
+
+    async def send_piece(self, data: bytes, *, is_first: bool, is_last: bool) -> None:
+        """Write a piece of a text message, as `send_text` does. https://www.rfc-editor.org/rfc/rfc6455#section-5.4"""
         await self.writable.wait()
-        if messages and not self._is_over:
-            self.write(messages)
+        if self._is_over:
+            return
+        if is_first:
+            self.conn.send_text(data, fin=is_last)
+        else:
+            self.conn.send_continuation(data, fin=is_last)
+        self.transport.write(b"".join(self.conn.data_to_send()))
+
+    def end_pieces(self) -> None:
+        """Allow all to write messages again."""
+        self._message_lock.release()
 
     async def close(self, code: int, reason: str = "") -> None:
         """Close the connection, after all that was written before."""

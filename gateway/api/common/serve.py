@@ -15,7 +15,15 @@ from gateway.config.settings import ModelConfig
 from gateway.errors import ApiError, Unavailable, from_failure, from_unsendable
 from gateway.http.encoder import Fold, StreamEncoder
 from gateway.http.request_body import read_body
-from gateway.http.sse import DEFAULT_PACE, EVENTS, EncodeProgress, StreamTiming, respond_stream, respond_whole
+from gateway.http.sse import (
+    DEFAULT_PACE,
+    EVENTS,
+    EncodeProgress,
+    SliceEvents,
+    StreamTiming,
+    respond_stream,
+    respond_whole,
+)
 from gateway.link.calls import CallRefused
 from gateway.link.wire import WorkerGone
 from gateway.media.documents import DocumentReader, has_documents, past_documents, text_chars
@@ -173,15 +181,26 @@ class PreparedRequest:
         kind: bytes = EVENTS,
         pace: StreamTiming = DEFAULT_PACE,
         on_progress: EncodeProgress | None = None,
+        slice_events: SliceEvents | None = None,
     ) -> ApiError | None:
-        """Generate, and answer with a stream of the content type `kind`. `on_progress` encodes progress of the prefill.
+        """Generate, and answer with a stream of the content type `kind`. `on_progress` encodes progress of the prefill,
+        and `slice_events` slices large events.
 
         Raises an `ApiError` before the status is sent; returns a later error.
         """
         write_timeout_s = self.services.config.server.write_timeout_s
         with self.generation(encoder.bind) as generation:
             return await respond_stream(
-                generation, encoder, self.record, receive, send, write_timeout_s, pace, kind, on_progress
+                generation,
+                encoder,
+                self.record,
+                receive,
+                send,
+                write_timeout_s,
+                pace,
+                kind,
+                on_progress,
+                slice_events,
             )
 
     async def whole(self, fold: Fold, receive: Receive, send: Send) -> None:

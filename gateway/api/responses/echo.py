@@ -1,13 +1,40 @@
-"""State of a response before its generation: the fields of the request with defaults filled in."""
+"""State of a response before its generation: the fields of the request with defaults filled in.
+
+All events about a response repeat these fields. A large one is encoded once, as `Raw`, which replaces the decoded value
+in the response. An event is encoded with a gap in its place, and the value is sent in slices.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Final
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Raw
 
 from gateway.api.common.sampling import sampling_values
 from gateway.api.responses import response as out
 from gateway.api.responses.request import ResponsesRequest, SummarizedReasoning, TextSpec
 from gateway.api.responses.tools import Toolbox, plain_choice
 from gateway.config.settings import ModelConfig
+from gateway.http.direct_write import EventWriter
+from gateway.http.exchange import SLICE_BYTES
+
+# A field of at least this size is large.
+LARGE_FIELD_BYTES: Final = 64 * 1024
+# Values of the fields in events that leave the large ones out.
+_EMPTY: Final[dict[str, Any]] = {
+    "instructions": None,
+    "tools": [],
+    "tool_choice": "auto",
+    "text": out.TextEcho(out.FormatEcho()),
+    "metadata": {},
+    "user": UNSET,
+    "prompt_cache_key": None,
+    "safety_identifier": None,
+}
+# Before the digit of a field in an event with gaps. JSON has no such byte.
+_GAP: Final = b"\0"
+
+_encode = msgspec.json.Encoder().encode
 
 
 def echo(
@@ -53,3 +80,59 @@ def _text(spec: TextSpec | None) -> out.TextEcho:
         return out.TextEcho(out.FormatEcho())
     fields = {} if spec.format is None else msgspec.structs.asdict(spec.format)
     return out.TextEcho(out.FormatEcho(**fields), spec.verbosity or "medium")
+
+
+def with_large_encoded(response: out.Response) -> out.Response:
+    """Return the response with its large fields encoded. May run in any thread."""
+    encoded = {name: _encode(value) for name, value in _fields(response) if value is not UNSET}
+    large = {name: Raw(data) for name, data in encoded.items() if len(data) >= LARGE_FIELD_BYTES}
+    return msgspec.structs.replace(response, **large) if large else response
+
+
+def large_bytes(response: out.Response) -> int:
+    """Return the size of the encoded large fields."""
+    return sum(len(memoryview(value)) for _, value in _fields(response) if isinstance(value, Raw))
+
+
+def without_large(response: out.Response) -> out.Response:
+    """Return the response with its large fields left empty."""
+    large = {name: _EMPTY[name] for name, value in _fields(response) if isinstance(value, Raw)}
+    return msgspec.structs.replace(response, **large) if large else response
+
+
+def with_gaps(response: out.Response) -> out.Response:
+    """Return the response with gaps in place of its large fields, for an event that `slices` sends."""
+    large = {
+        name: Raw(_GAP + b"%d" % number)
+        for number, (name, value) in enumerate(_fields(response))
+        if isinstance(value, Raw)
+    }
+    return msgspec.structs.replace(response, **large) if large else response
+
+
+def slices(response: out.Response, data: bytes, writer: EventWriter | None) -> Iterator[bytes] | None:
+    """Return slices of events whose gaps have the large fields of the response; None if the events are small and have
+    no gaps.
+    """
+    if len(data) <= SLICE_BYTES and _GAP not in data:
+        return None
+    return _slices(response, data, writer)
+
+
+def _slices(response: out.Response, data: bytes, writer: EventWriter | None) -> Iterator[bytes]:
+    values = [value for _, value in _fields(response)]
+    first, *rest = data.split(_GAP)
+    parts = [memoryview(first)]
+    for part in rest:
+        parts += [memoryview(values[int(part[:1])]), memoryview(part)[1:]]
+    if writer is not None:
+        writer.is_within_event = True
+    for part in parts:
+        for at in range(0, len(part), SLICE_BYTES):
+            yield bytes(part[at : at + SLICE_BYTES])
+    if writer is not None:
+        writer.is_within_event = False
+
+
+def _fields(response: out.Response) -> list[tuple[str, Any]]:
+    return [(name, getattr(response, name)) for name in _EMPTY]

@@ -1,6 +1,6 @@
 """Encoding of canonical events as a Responses stream, or as one whole response."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final
@@ -11,8 +11,10 @@ from msgspec import Struct
 from gateway.api.common.extras import MakeExtras, no_extras
 from gateway.api.responses import response as out
 from gateway.api.responses.diagnostics import MakeDiagnostics, no_diagnostics
+from gateway.api.responses.echo import slices, with_gaps, without_large
 from gateway.api.responses.items import ResponseOutput
 from gateway.errors import ApiError
+from gateway.http.direct_write import EventWriter
 from gateway.request.body_memory import LARGE_BYTES
 from protocol.from_worker import Delta
 
@@ -125,7 +127,7 @@ class ResponseEncoder:
         self._run.bind(rids)
 
     def begin(self, prompt_tokens: int) -> bytes:
-        response = self._run.response
+        response = with_gaps(self._run.response)
         return out.stream_bytes([out.ResponseCreated(response), out.InProgress(response)], 0)[0]
 
     def encode(self, deltas: Sequence[Delta]) -> bytes:
@@ -134,11 +136,11 @@ class ResponseEncoder:
 
     def keepalive(self) -> bytes:
         # An event is sent, because Codex's idle timer is reset by events but not by comments.
-        return self._write([out.InProgress(self._run.response)])
+        return self._write([out.InProgress(without_large(self._run.response))])
 
     def error(self, error: ApiError) -> bytes:
         events = self._run.output.cut() if self._run.is_steered else []
-        last = self._run.fail(error)
+        last = with_gaps(self._run.fail(error))
         return self._write([*events, out.ResponseFailed(last) if last.error is not None else out.IncompleteEvent(last)])
 
     def note(self, event: Struct) -> bytes:
@@ -147,9 +149,13 @@ class ResponseEncoder:
 
     def end(self) -> bytes:
         events = self._run.output.close()
-        last = self._run.complete()
+        last = with_gaps(self._run.complete())
         is_whole = last.status == "completed"
         return self._write([*events, out.ResponseCompleted(last) if is_whole else out.IncompleteEvent(last)])
+
+    def slices(self, data: bytes, writer: EventWriter | None) -> Iterator[bytes] | None:
+        """Return the slices in which these events are sent; None if they are sent as they are."""
+        return slices(self._run.response, data, writer)
 
     def add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:

@@ -19,7 +19,7 @@ from gateway.api.responses import response as out
 from gateway.api.responses.background import EVENTS_GONE_MESSAGE, Background, Backgrounds, keep_nothing
 from gateway.api.responses.compact import SummaryFold, summary_request
 from gateway.api.responses.diagnostics import diagnostics_of
-from gateway.api.responses.echo import echo
+from gateway.api.responses.echo import echo, large_bytes, with_large_encoded
 from gateway.api.responses.encoder import ResponseEncoder, ResponseRun
 from gateway.api.responses.history import ResponseHistory, id_of, numbered, with_stored_media
 from gateway.api.responses.items import ResponseOutput
@@ -43,12 +43,15 @@ from gateway.api.responses.tools import Toolbox, toolbox
 from gateway.config.settings import Config, ModelConfig, ServerConfig
 from gateway.disk import SYSTEM_DISK, Disk
 from gateway.errors import ApiError, BadRequest
+from gateway.http.direct_write import writer_of
 from gateway.http.exchange import send_body
+from gateway.http.request_body import reserve
 from gateway.http.sse import cut_off
 from gateway.request.record import RequestRecord, record_of
 from gateway.services import Services
 from gateway.single_thread import MakeThread, single_thread
 from protocol.prompts import ChatPrompt, Media
+from protocol.to_worker import Generate
 
 T = TypeVar("T", bound=InputTokensRequest)
 
@@ -141,10 +144,8 @@ class Responses:
         model, seed, prompt = await self._begin(record, request, before, box, ignored)
         if request.generate is False:
             prompt = prewarming(prompt)
-        job = await serve.prepare(
-            services, record, model, lambda next_rid, ms: lower_responses(request, prompt, model, next_rid, seed, ms)
-        )
-        run, inputs = self._run(request, box, model, record, prompt.media)
+        job = await serve.prepare(services, record, model, _lowering(request, prompt, model, seed))
+        run, inputs = await self._run(request, box, model, record, prompt.media)
         record.answer_id = run.response.id
         if turn is not None and (not run.response.store or turn.conversation(request.previous_response_id)):
             run.keep = _both(run.keep, turn.keeper([*before, *request.items], record.body_bytes))
@@ -157,9 +158,12 @@ class Responses:
             return
         if turn is not None:
             turn.begin(request, before, run, encoder)
+        # The response has the large fields encoded: the decoded ones are not kept as long as the stream.
+        del request, before, box, prompt
         self._running[run.response.id] = (record.caller.owner, run)
+        slice_events = partial(encoder.slices, writer=writer_of(scope))
         try:
-            await job.stream(encoder, receive, send)
+            await job.stream(encoder, receive, send, slice_events=slice_events)
         finally:
             del self._running[run.response.id]
 
@@ -177,9 +181,7 @@ class Responses:
         await services.bodies.work(record.body_bytes, lower_prompt, request, toolbox(request), before)
         asking = summary_request(request)
         model, seed, prompt = await self._begin(record, asking, conversation, toolbox(asking), ignored)
-        job = await serve.prepare(
-            services, record, model, lambda next_rid, ms: lower_responses(asking, prompt, model, next_rid, seed, ms)
-        )
+        job = await serve.prepare(services, record, model, _lowering(asking, prompt, model, seed))
         await job.whole(SummaryFold(conversation), receive, send)
 
     async def count(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -306,13 +308,21 @@ class Responses:
             await self._backgrounds.forget(background)
             raise
 
-    def _run(
+    async def _run(
         self, request: ResponsesRequest, box: Toolbox, model: ModelConfig, record: RequestRecord, media: Sequence[Media]
     ) -> tuple[ResponseRun, list[InputItem]]:
-        """Return the run of the response, and the response's input items in the form in which they are stored."""
-        stem = secrets.token_hex(20)
+        """Return the run of the response, and the response's input items in the form in which they are stored.
+
+        Raises `Unavailable` if there is no memory for the encoded fields.
+        """
+        stem, bodies = secrets.token_hex(20), self._services.bodies
         is_stored = self._history.is_on and request.store is not False
         response = echo(request, box, model, id_of(stem), serve.now(), is_stored)
+        if not request.background:
+            # The journal of a background response needs the decoded fields.
+            response = await bodies.work(record.body_bytes, with_large_encoded, response)
+            # The lease of the body is enough, unless a field is larger with its defaults filled in.
+            await reserve(record, min(large_bytes(response), bodies.largest_bytes()))
         inputs = numbered(with_stored_media(request.items, media), stem)
         size = record.body_bytes - record.encoded_bytes
         keep = self._history.keeper(record.caller.owner, inputs, media, size) if is_stored else keep_nothing
@@ -334,6 +344,12 @@ def _both(
         return store(response)
 
     return store_and_keep
+
+
+def _lowering(
+    request: ResponsesRequest, prompt: ChatPrompt, model: ModelConfig, seed: int
+) -> Callable[[Callable[[], int], int], Generate]:
+    return lambda next_rid, deadline_ms: lower_responses(request, prompt, model, next_rid, seed, deadline_ms)
 
 
 def _journaled(run: ResponseRun, job: serve.PreparedRequest, inputs: list[InputItem], now: float) -> JournaledRequest:

@@ -176,6 +176,7 @@ class ResponseSocket:
         # The request reserves the memory of its body itself.
         _release(turn)
         await self._scope["app"](scope, exchange.receive, exchange.send)
+        exchange.close()
         stream.running = None
         self._running -= 1
         stream.newest = turn.response_id or stream.newest
@@ -191,7 +192,9 @@ class ResponseSocket:
         if exchange.refusal and turn.is_cancelled and turn.encoder is not None:
             # It was cancelled before its first event.
             events = turn.encoder.begin(0) + turn.encoder.error(Cancelled())
-            await self._socket.send_text(list(messages_of(events, turn.stream)))
+            answer = SocketExchange(self._socket, turn, self._left)
+            for piece in turn.encoder.slices(events, answer) or (events,):
+                await answer.send_events(piece)
         elif exchange.refusal:
             await self._refuse(turn, exchange)
         elif not exchange.is_complete:

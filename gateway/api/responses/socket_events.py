@@ -15,7 +15,8 @@ KINDS: Final = ("response.create", "response.steer", "response.cancel")
 STREAM_ID: Final = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 # Headers of an answer that say something about this answer, not about its transport.
 _ABOUT_ANSWER: Final = (b"x-request-id", b"x-mlxd-", b"x-ratelimit-", b"retry-after", b"x-should-retry")
-_DATA: Final = b"\ndata: "
+DATA: Final = b"\ndata: "
+EVENT_END: Final = b"\n\n"
 
 
 class ClientEvent(Struct, frozen=True):
@@ -131,12 +132,17 @@ def messages_of(events: bytes, stream_id: str, headers: Iterable[Header] = ()) -
     """Yield the server-sent events of a response as messages. The first one gets the answer's headers, and each one the
     id of a named stream.
     """
-    more = {"headers": told} if (told := headers_about(headers)) else {}
-    for event in events.split(b"\n\n"):
-        _, mark, data = event.partition(_DATA)
+    for event in events.split(EVENT_END):
+        _, mark, data = event.partition(DATA)
         if mark:
-            yield _with(data, more | ({"stream_id": stream_id} if stream_id else {}))
-            more = {}
+            yield with_fields(data, additions(stream_id, headers))
+            headers = ()
+
+
+def additions(stream_id: str, headers: Iterable[Header] = ()) -> dict[str, Any]:
+    """Return the fields that a message has besides those of its event."""
+    more: dict[str, Any] = {"headers": told} if (told := headers_about(headers)) else {}
+    return more | ({"stream_id": stream_id} if stream_id else {})
 
 
 def error_message(status: int, body: bytes, headers: Iterable[Header], stream_id: str | None) -> bytes:
@@ -158,5 +164,6 @@ def headers_about(headers: Iterable[Header]) -> dict[str, str]:
     return {name.decode(): value.decode() for name, value in headers if name.lower().startswith(_ABOUT_ANSWER)}
 
 
-def _with(data: bytes, more: dict[str, Any]) -> bytes:
+def with_fields(data: bytes, more: dict[str, Any]) -> bytes:
+    """Return a JSON object, or its last piece, with more fields."""
     return data[:-1] + b"," + _encode(more)[1:] if more else data

@@ -12,7 +12,14 @@ from starlette.types import Message, Scope
 from gateway.api.responses import response as out
 from gateway.api.responses.encoder import ResponseEncoder, ResponseRun
 from gateway.api.responses.request import InputItem, ResponsesRequest
-from gateway.api.responses.socket_events import error_message, messages_of
+from gateway.api.responses.socket_events import (
+    DATA,
+    EVENT_END,
+    additions,
+    error_message,
+    messages_of,
+    with_fields,
+)
 from gateway.api.responses.socket_history import SocketConversation, SocketHistory, as_input
 from gateway.http.direct_write import KEY as WRITER_KEY
 from gateway.http.websocket import GuardedWebSocket
@@ -89,7 +96,9 @@ class SocketTurn:
         self, request: ResponsesRequest, before: list[InputItem], run: ResponseRun, encoder: ResponseEncoder
     ) -> None:
         """Take the parts of the response, whose first event follows. `before` are the items before the request's."""
-        self.request, self.run, self.encoder = request, run, encoder
+        # The response has large instructions encoded.
+        self.request = msgspec.structs.replace(request, instructions=run.response.instructions)
+        self.run, self.encoder = run, encoder
         self.before = [*before, *request.items]
         if self.is_cancelled:
             run.cancel()
@@ -130,6 +139,12 @@ class SocketExchange:
         self._is_sent = False
         self._headers: Sequence[Header] = ()
         self._body = b""
+        self._is_within_event = False
+        # Whether this exchange keeps others from writing to the socket.
+        self._has_socket = False
+        # The end of the bytes so far, if more of their event follows.
+        self._rest = b""
+        self._is_within_message = False
         self.status = 0
         self.is_complete = False
         self.refusal = b""
@@ -174,12 +189,59 @@ class SocketExchange:
             self.status, self._headers = message["status"], message["headers"]
         elif self.status == 200:
             self.is_complete = not message.get("more_body", False)
-            await self._socket.send_text(self._messages(message["body"]))
+            await self.send_events(message["body"])
         else:
             self._body += message["body"]
             if not message.get("more_body", False):
                 self.is_complete = True
                 self.refusal = error_message(self.status, self._body, self._headers, self._turn.stream)
+
+    async def send_events(self, events: bytes) -> None:
+        """Send events as messages. While `is_within_event` is set, they may be cut off anywhere, and go on in the next
+        call.
+        """
+        if not self.is_within_event:
+            await self._socket.send_text(self._messages(events))
+            return
+        if not self._has_socket:
+            # The events are numbered, so that none of the same response may come between them.
+            await self._socket.begin_pieces()
+            self._has_socket = True
+        *whole, rest = (self._rest + events).split(EVENT_END)
+        for event in whole:
+            await self._send_piece(event, is_last=True)
+        # Something may be added before the last byte of a message, so that byte waits for the event's end.
+        self._rest = rest[-len(EVENT_END) :]
+        if len(rest) > len(EVENT_END):
+            await self._send_piece(rest[: -len(EVENT_END)], is_last=False)
+
+    async def _send_piece(self, data: bytes, *, is_last: bool) -> None:
+        is_first = not self._is_within_message
+        if is_first:
+            data = data.partition(DATA)[2]
+        if is_last:
+            headers, self._headers = self._headers, ()
+            data = with_fields(data, additions(self._turn.stream, headers))
+        self._is_within_message = not is_last
+        await self._socket.send_piece(data, is_first=is_first, is_last=is_last)
+
+    def close(self) -> None:
+        """Let others write to the socket. If a message is cut off, the connection must be dropped before they do."""
+        self._is_within_event = False
+        if self._has_socket:
+            self._has_socket = False
+            self._socket.end_pieces()
+
+    @property
+    def is_within_event(self) -> bool:
+        """Whether a part of events was sent, as that of `DirectWriter`."""
+        return self._is_within_event
+
+    @is_within_event.setter
+    def is_within_event(self, is_within: bool) -> None:
+        self._is_within_event = is_within
+        if not is_within:
+            self.close()
 
     @property
     def is_open(self) -> bool:
