@@ -53,6 +53,7 @@ from worker.prompt.turn_repairs import (
     REFUSED_TURNS,
     Repair,
     last_calls_answered,
+    results_in_order,
 )
 from worker.vision.markers import MediaMarkers
 
@@ -157,7 +158,7 @@ class Renderer:
         """Render with the first rewrite that the template accepts. If there is none, raise the error for the least
         changed messages.
         """
-        messages = prompt.messages
+        messages = results_in_order(prompt.messages)
         if prompt.media:
             messages = media_to_users(messages, self._hiding, self._bridge)
         if not self.knows_tools and _mentions_tools(prompt):

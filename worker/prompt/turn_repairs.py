@@ -4,7 +4,7 @@ Clients interrupt calls, trim histories and put text behind results. Each repair
 works from left to right, so that a longer conversation keeps its rendered beginning.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from worker.prompt.contents import joined, media, parts
@@ -32,6 +32,34 @@ _UNKNOWN_TOOL: Final = "unknown"
 _STARTED: Final[Message] = {"role": "user", "content": START}
 
 Repair = Callable[[Messages], Messages]
+
+
+def results_in_order(messages: Messages) -> Messages:
+    """Put the results of several calls in the order of the calls, with a result for a call that has none before another
+    one's: templates that write no ids show by the order alone which result is which call's.
+    """
+    ordered: Messages = []
+    results: Messages = []
+    calls: dict[str, Message] = {}
+    for message in [*messages, None]:
+        if message is not None and message["role"] == "tool":
+            results.append(message)
+            continue
+        ordered += _in_order(results, calls)
+        if message is not None:
+            ordered.append(message)
+            results = []
+            calls = {call.get("id") or "": call for call in message.get("tool_calls") or ()}
+    return ordered
+
+
+def _in_order(results: Messages, calls: Mapping[str, Message]) -> Messages:
+    given = {result.get("tool_call_id") or "": result for result in results}
+    if len(calls) < 2 or len(given) < len(results) or not given or not given.keys() <= calls.keys():
+        return results
+    ids = list(calls)
+    answered = ids[: 1 + max(map(ids.index, given))]
+    return [given.get(call_id) or _no_result(calls[call_id]) for call_id in answered]
 
 
 def words_apart_before_answers(messages: Messages) -> Messages:

@@ -11,6 +11,7 @@ from tests.support.scale import scaled
 from tests.worker.prompt.test_templates import Tokenizer
 from worker.errors import RequestInvalid
 from worker.prompt.templates import Renderer
+from worker.prompt.turn_repairs import results_in_order
 
 Turns = list[dict[str, Any]]
 WORD = re.compile(r"[A-Z]+-\d+W")
@@ -164,11 +165,41 @@ def test_every_turn_of_every_short_conversation_is_rendered(template: str) -> No
         assert [word for word in WORD.findall(str([turns, LISTED])) if word not in text] == [], turns
 
 
+@pytest.mark.parametrize(
+    ("results", "rendered"),
+    [
+        ("abc", "abc"),
+        ("cab", "abc"),
+        ("b", "-b"),
+        ("ca", "a-c"),
+        ("ab", "ab"),
+        ("", ""),
+        # Which call a result belongs to is not known.
+        ("bxa", "bxa"),
+        ("bba", "bba"),
+    ],
+)
+def test_results_are_in_the_order_of_their_calls(results: str, rendered: str) -> None:
+    calls = [
+        {"id": letter, "type": "function", "function": {"name": "get_weather", "arguments": {"city": letter}}}
+        for letter in "abc"
+    ]
+    turns: Turns = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        *({"role": "tool", "tool_call_id": letter, "content": f"={letter}="} for letter in results),
+        {"role": "user", "content": "u"},
+    ]
+    text = shown(Renderer(Tokenizer(PLAIN)), turns).replace("(no result)", "=-=")
+
+    assert "".join(re.findall(r"=(.)=", text)) == rendered
+
+
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_a_conversation_that_a_template_takes_as_it_is_stays_as_it_is(template: str) -> None:
     renderer = Renderer(Tokenizer(template))
     is_taken = 0
-    for turns in SEQUENCES:
+    for turns in map(results_in_order, SEQUENCES):
         text = renderer._try(turns, [LISTED])  # pyright: ignore[reportPrivateUsage]
         if text is not None and all(word in text for word in WORD.findall(str([turns, LISTED]))):
             is_taken += 1

@@ -376,7 +376,7 @@ def string(r: MarkupReader, quote: str, emit: Emit, inner: PythonString | None =
             raise Malformed
         elif char == "\\":
             r.take(1)
-            emit(text := (yield from _escape(r, is_python=inner is not None)))
+            emit(text := (yield from _escape(r, is_python=inner is not None or quote == "'")))
             if inner:
                 inner.note_escape(text)
             continue

@@ -166,3 +166,50 @@ def test_a_bracket_too_many_or_text_that_may_follow_harms_no_call(family: str, r
 )
 def test_two_calls_of_gemma_stay_two(raw: str) -> None:
     assert arguments_of("gemma4", raw) == ['{"n": 1}', "{}"]
+
+
+@pytest.mark.parametrize(
+    ("family", "call", "value"),
+    [
+        # A backslash that no escape of JSON follows is text.
+        (
+            "hermes",
+            '<tool_call>\n{"name": "f", "arguments": {"s": "#define A(x) \\\n  x"}}\n</tool_call>',
+            "#define A(x) \\\n  x",
+        ),
+        ("llama3_json", '{"name": "f", "parameters": {"s": "C:\\apps\\x86\\v0\\d"}}', "C:\\apps\\x86\\v0\\d"),
+        (
+            "mistral",
+            '[TOOL_CALLS] [{"name": "f", "arguments": {"s": "$\\alpha + \\vec{x}$ \\u00e9"}}]',
+            "$\\alpha + \\vec{x}$ é",
+        ),
+        ("pythonic", '[f(s="a\\x41\\a")]', "aA\a"),
+    ],
+)
+def test_escapes_are_those_of_the_notation(family: str, call: str, value: str) -> None:
+    assert [json.loads(each)["s"] for each in arguments_of(family, call)] == [value]
+
+
+@pytest.mark.parametrize(
+    ("label", "written", "value"),
+    [
+        ("true", "42", "42"),
+        ("true", "null", "null"),
+        ("false", "42", 42),
+        ("false", "+4930123456", "+4930123456"),
+    ],
+)
+def test_a_value_that_is_marked_as_text_is_text(label: str, written: str, value: object) -> None:
+    declared = {
+        "name": "run",
+        "parameters": {"properties": {"v": {"anyOf": [{"type": "string"}, {"type": "integer"}]}}},
+    }
+    raw = (
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="run">\n'
+        f'<｜DSML｜parameter name="v" string="{label}">{written}</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
+    )
+    events, malformed = replay(Case("", "deepseek_v4", raw, "", "", [], [declared], False))
+
+    assert [json.loads(call.arguments) for call in calls_of(events)] == [{"v": value}]
+    assert not malformed

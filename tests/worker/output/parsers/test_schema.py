@@ -47,6 +47,14 @@ def types(schema: dict[str, Any], defs: dict[str, Any] | None = None) -> frozens
         ({}, "2.50", "2.50"),
         ({}, '"quoted"', '"\\"quoted\\""'),
         ({}, "[1, 2", '"[1, 2"'),
+        ({"type": ["string", "integer"]}, "42", "42"),
+        ({"type": ["string", "integer"]}, "+4930123456", '"+4930123456"'),
+        ({"type": ["string", "integer"]}, "0xdeadbeef", '"0xdeadbeef"'),
+        ({"type": ["string", "integer"]}, "1_000", '"1_000"'),
+        ({"type": ["string", "integer"]}, "1e10", '"1e10"'),
+        ({"type": ["string", "integer"]}, "1.0", '"1.0"'),
+        ({"type": "integer"}, "null", "null"),
+        ({"type": "array"}, "None", "null"),
     ],
 )
 def test_text_is_coerced(schema: dict[str, Any], text: str, found: str) -> None:
