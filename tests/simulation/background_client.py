@@ -337,7 +337,7 @@ class BackgroundClient:
                 if message.startswith("Internal error") and "spawn" not in self.world.faults:
                     raise Violated(f"{plan}: the gateway failed")
             case "cancelled":
-                if not self._is_cancelled:
+                if not self._is_cancelled and plan.key not in self.world.revoked:
                     raise Violated(f"{plan}: it is cancelled, but nobody has cancelled it")
             case _:
                 pass
@@ -358,7 +358,7 @@ class BackgroundClient:
             return
         if call.status == 404 and self._is_deleted:
             self.status, self._is_over = "deleted", True
-        elif call.status == 404 and self._is_excused():
+        elif call.status == 404 and (self._is_excused() or self.plan.key in self.world.revoked):
             self.status, self._is_over = "lost", True
         elif call.status != 200:
             raise Violated(f"{self.plan}: {call.method} {call.path}: {call.status} {bytes(call.body)!r}")

@@ -659,6 +659,7 @@ class Story:
             match self._own_random.choice(("revoke", "rotate", "create")):
                 case "revoke":
                     file.revoke("bob")
+                    self.world.revoked.add("bob")
                     self.secrets.pop("bob", None)
                 case "rotate":
                     self._had["bob"] = self.secrets["bob"] = file.rotate("bob")[1]

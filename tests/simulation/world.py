@@ -66,6 +66,8 @@ class World:
         self.is_wanted: Callable[[int], bool] = lambda rid: True
         self.machine = Machine(self)
         self.faults: dict[str, int] = {}
+        # Names of keys that were revoked: what they had stored is deleted.
+        self.revoked: set[str] = set()
         self._next_pid = 1000
         self._digest = blake2b(digest_size=16)
         self.trace: list[str] = []

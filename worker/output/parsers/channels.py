@@ -118,7 +118,7 @@ class _HeaderReader:
             if item.recipient:
                 header.dropped += header.is_for_tool and header.recipient != item.recipient
                 header.recipient = item.recipient
-        while (yield from r.literal(_MESSAGES)):
+        while header.is_for_tool and (yield from r.literal(_MESSAGES)):
             pass
         return header
 
