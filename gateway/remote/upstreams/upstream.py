@@ -206,6 +206,7 @@ class UpstreamFallback:
             if not answer.is_its_own:
                 break
         if forwarding.error is None and refusal is not None and _is_for_client(refusal):
+            request.answer = refusal
             return refusal
         if refusal is not None:
             await refusal.close()

@@ -53,6 +53,8 @@ class Far:
     answer: Any = field(default_factory=lambda: ANSWER)
     ending: str = "end"
     asked: list[tuple[str, dict[str, str], Any]] = field(default_factory=list[tuple[str, dict[str, str], Any]])
+    # How many stalled answers the gateway has closed.
+    closed: int = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
@@ -80,6 +82,7 @@ class Far:
         left = asyncio.ensure_future(gone(reader))
         if self.ending == "stalled":
             await left
+            self.closed += 1
         while self.ending == "dripping" and not left.done():
             writer.write(b"1\r\n \r\n")
             await asyncio.wait([left], timeout=0.05)
@@ -351,6 +354,21 @@ async def test_an_answer_that_does_not_come_is_paid_and_one_that_cannot_be_asked
         headers = {"x-api-key": KeyFile(keys_path(home)).create(key)[1]}
         assert (await ask(gateway, headers=headers)).status_code == 503
         assert gateway.app.services.ledger.day("k").requests == 0
+
+
+async def test_a_refusal_is_a_request_of_its_key_and_is_closed_when_its_client_leaves() -> None:
+    async with far(status=400) as cloud, door(upstream(cloud.url)) as (gateway, home):
+        key = Key(name="k", prefix="", salt="", hash="", may_leave=True, tpm=100_000)
+        headers = {"x-api-key": KeyFile(keys_path(home)).create(key)[1]}
+        day = gateway.app.services.ledger.day
+        assert (await ask(gateway, headers=headers)).status_code == 400
+        assert day("k").requests == 1
+        cloud.ending, cloud.answer = "stalled", b'{"error": {'
+        asking = asyncio.create_task(ask(gateway, headers=headers))
+        await until(lambda: gateway.metrics.upstream_requests["cloud", "far", "400"] == 2)
+        assert cloud.closed == 0
+        asking.cancel()
+        await until(lambda: cloud.closed == 1 and day("k").requests == 2)
 
 
 async def test_tokens_that_cannot_be_are_estimated() -> None:
