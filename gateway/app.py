@@ -31,7 +31,6 @@ from gateway.middleware.auth import Auth, BatchClient, TrustedClient
 from gateway.middleware.cors import Cors
 from gateway.middleware.entry import EntryMiddleware
 from gateway.reload import Reloader
-from gateway.remote.peer_api import peer_requests
 from gateway.services import Services, SpanTracer
 from gateway.single_thread import MakeThread, single_thread
 from gateway.telemetry.metrics import Metrics
@@ -60,7 +59,7 @@ class App:
         """Make the app. Raises `KeysUnusable` and `CertificateUnusable`.
 
         `clock` measures requests. `wall` measures background responses, which a later daemon may resume.
-        `transport` replaces the connections to peers and upstreams.
+        `transport` replaces the connections to upstreams.
         """
         tracer = _tracer(config.server.otlp_endpoint)
         self.services = Services.make(config, pool, link, metrics, tracer, clock, make_thread, disk, transport)
@@ -70,7 +69,7 @@ class App:
         self.warm_up = WarmUp(self.services)
         pool.on_state = self._on_state
         parts = Parts(self.services, Catalog(self.services), self._responses, self.backend.downloads, self.batches)
-        self.routes = [*routes.routes(parts), *peer_requests.routes(self.services)]
+        self.routes = [*routes.routes(parts)]
         sockets = [WebSocketRoute(RESPONSES, HandlerEndpoint(Responses.connect, self._responses))]
         router = Router([*self.routes, *sockets], redirect_slashes=False)
         self._batched = EntryMiddleware(BatchClient(router), self.services, is_public=True)
@@ -121,13 +120,7 @@ class App:
         services = self.services
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(services.pool.stop(drain_s))
-            tasks.create_task(self._drain_elsewhere(drain_s))
-
-    async def _drain_elsewhere(self, drain_s: float) -> None:
-        """Let answers that come from other machines finish until the deadline."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.services.fleet.drain(drain_s))
-            tasks.create_task(self.services.upstreams.drain(drain_s))
+            tasks.create_task(services.upstreams.drain(drain_s))
 
     async def hand_over(self, drain_s: float, impatience: asyncio.Task[object]) -> None:
         """Let running requests finish until the deadline or the end of `impatience`, and leave the workers and the
@@ -135,8 +128,8 @@ class App:
         """
         services = self.services
         self.leave()
-        # Answers that come from other machines must finish first, because only this process can relay them to clients.
-        elsewhere = asyncio.create_task(self._drain_elsewhere(drain_s))
+        # Answers of upstreams must finish first, because only this process can relay them to clients.
+        elsewhere = asyncio.create_task(services.upstreams.drain(drain_s))
         try:
             await services.pool.release(drain_s, impatience)
             await asyncio.wait({impatience, elsewhere}, return_when=asyncio.FIRST_COMPLETED)
@@ -149,14 +142,12 @@ class App:
         self.services.live.apply(config)
         self.services.metrics.declare(config.models)
         self._responses.apply(config.server)
-        self.services.fleet.apply(config)
         return self.services.pool.apply(config)
 
     async def finish(self, timeout_s: float) -> None:
         """End tasks and connections that outlive their request. Call it after the pool has ended and before `close`."""
         await self.backend.close()
         await self.services.tasks.finish(timeout_s)
-        await self.services.fleet.close()
         await self.services.upstreams.close()
 
     def close(self) -> None:

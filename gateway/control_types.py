@@ -159,34 +159,6 @@ class ModelRef(Struct, frozen=True, forbid_unknown_fields=True):
     model: Annotated[str, Meta(min_length=1)]
 
 
-class PlaceView(Struct, frozen=True):
-    """A daemon that could serve a request: a peer, or this daemon, whose name is empty. Times are in seconds.
-
-    `ineligibility` says why the daemon is not eligible; the numbers are then 0.
-    """
-
-    name: str
-    state: str
-    form: str = ""
-    wait_s: float = 0.0
-    load_s: float = 0.0
-    prefill_rate: float = 0.0
-    cost_s: float = 0.0
-    ineligibility: str = field(default="", name="objection")
-    is_chosen: bool = False
-
-
-class RouteView(Struct, frozen=True):
-    """Places that could serve a model. `reason` explains the choice: `only`, `cost` or `affinity`.
-
-    Without a model, the places are all peers.
-    """
-
-    model: str
-    reason: str
-    places: list[PlaceView]
-
-
 class CommandDone(Struct, frozen=True):
     model: str
     state: str

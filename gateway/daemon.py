@@ -128,7 +128,6 @@ class Daemon:
                     services.captures.run(),
                     services.sample.run(),
                     self._sampler.run(),
-                    services.fleet.run(),
                     *([] if services.tls is None else [services.tls.run()]),
                     *self._wakefulness(),
                     self._desktop().run(),

@@ -139,9 +139,8 @@ def changes(old: Config, new: Config) -> Iterator[str]:
     """
     for name in ("server", "memory", "media", "audio", "batches", "ui"):
         yield from _differences(getattr(old, name), getattr(new, name), name)
-    for table in ("peers", "upstreams"):
-        before_all, after_all = getattr(old, table), getattr(new, table)
-        yield from (f"{table}.{name}" for name in before_all | after_all if before_all.get(name) != after_all.get(name))
+    names = old.upstreams | new.upstreams
+    yield from (f"upstreams.{name}" for name in names if old.upstreams.get(name) != new.upstreams.get(name))
     for name, model in new.models.items():
         before: ModelConfig | None = old.models.get(name)
         if before is not None:

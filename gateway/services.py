@@ -24,8 +24,6 @@ from gateway.link.link import WorkerLink
 from gateway.media.in_flight_bytes import InFlightBytes
 from gateway.media.pdf_reader import PdfReader
 from gateway.media.resolve import Fetch, bounded, fetch_public
-from gateway.remote.peers.fleet import Fleet
-from gateway.remote.peers.placement import CandidatePlace
 from gateway.remote.upstreams.upstream_client import Clients
 from gateway.request.admission import Admission
 from gateway.request.batch_gate import BatchGate
@@ -73,8 +71,6 @@ class Services(Runtime):
     tracer: SpanTracer | None
     tls: Tls | None
     tasks: TaskSet
-    # `meter` measures the load of this daemon's models. Peers use it to choose a daemon.
-    meter: LoadMeter
     upstreams: Clients
     batch_gate: BatchGate
     # Clock for requests and rate limits.
@@ -101,8 +97,6 @@ class Services(Runtime):
         keyring = Keyring(KeyFile(config.keys_path), metrics, clock, ledger=ledger)
         admission, requests, tasks = Admission(metrics.rejected, clock), Requests(), TaskSet(metrics.unhandled_error)
         meter = LoadMeter(pool, requests, admission, metrics)
-        fleet = Fleet(config, pool, link, metrics, tasks, lambda model: _here(meter, model), clock, transport)
-        live.find_at_peers(fleet.find)
         metrics.loads = lambda: [(model.name, *_loads(meter, model)) for model in live.config.models.values()]
         bodies = Bodies(
             lambda: memory_bytes(live.config.server), lambda: share_bytes(live.config.server, keyring.has_others)
@@ -116,8 +110,6 @@ class Services(Runtime):
             link=link,
             metrics=metrics,
             admission=admission,
-            fleet=fleet,
-            meter=meter,
             upstreams=Clients(transport),
             batch_gate=BatchGate(admission, pool, clock=clock),
             clock=clock,
@@ -169,11 +161,6 @@ def _ledger(live: LiveConfig, disk: Disk) -> Ledger:
         lambda: live.config.server.usage_months,
         disk=disk,
     )
-
-
-def _here(meter: LoadMeter, model: ModelConfig) -> CandidatePlace:
-    load = meter.read(model)
-    return CandidatePlace("", load.wait_s, load.prefill_rate, load.load_s)
 
 
 def _loads(meter: LoadMeter, model: ModelConfig) -> tuple[int, float]:

@@ -32,8 +32,6 @@ class Caller:
     queue_share: int = 100
     # Maximum tokens of an answer; 0 means no limit.
     max_tokens: int = 0
-    # `is_peer` means that the caller is another mlxd. Its requests are served here and never forwarded.
-    is_peer: bool = False
     # `may_leave` allows requests to be sent to an upstream.
     may_leave: bool = False
     # `is_anonymous` means that the caller has neither a key nor a session.

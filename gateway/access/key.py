@@ -63,8 +63,6 @@ class Key(KeyLimits, frozen=True, kw_only=True):
     cache_salt: str = ""
     created: float = 0.0
     is_disabled: bool = False
-    # A peer key belongs to another mlxd that forwards its clients' requests. It opens `/internal/` and nothing else.
-    is_peer: bool = False
     # Whether the key's requests may be sent to an upstream if their model allows it.
     may_leave: bool = False
     # Random id under which the key's requests store responses, batches and files. A key of an earlier version has none.
@@ -86,8 +84,8 @@ class Key(KeyLimits, frozen=True, kw_only=True):
         return not self.is_disabled and KNOWN.issuperset(self.requires)
 
     @property
-    def role(self) -> Literal["user", "admin", "metrics", "peer"]:
-        return "admin" if self.is_admin else "metrics" if self.is_metrics_only else "peer" if self.is_peer else "user"
+    def role(self) -> Literal["user", "admin", "metrics"]:
+        return "admin" if self.is_admin else "metrics" if self.is_metrics_only else "user"
 
     def is_opened_by(self, secret: bytes) -> bool:
         """Whether `secret` is the key's secret, compared in constant time."""

@@ -39,7 +39,7 @@ FILE_VERSION: Final = 1
 
 _DEFAULTS: Final[dict[str, Any]] = msgspec.to_builtins(Key(name="", prefix="", salt="", hash=""))
 # A mlxd that ignored one of these fields would grant the key more rights.
-_RESTRICTIONS: Final = frozenset({"is_disabled", "is_metrics_only", "is_peer"})
+_RESTRICTIONS: Final = frozenset({"is_disabled", "is_metrics_only"})
 
 
 class _Contents(Struct, frozen=True):
@@ -256,10 +256,8 @@ def _check(key: Key) -> None:
         raise KeyRefused(f"key {key.name!r}: an admin key has all models and no limits")
     if key.is_metrics_only and (key.is_admin or key.models or key.is_limited):
         raise KeyRefused(f"key {key.name!r}: a key that reads metrics only has no models and no limits")
-    if key.is_peer and (key.is_admin or key.is_metrics_only):
-        raise KeyRefused(f"key {key.name!r}: the key of a peer has no other role")
-    if key.may_leave and (key.is_peer or key.is_metrics_only):
-        raise KeyRefused(f"key {key.name!r}: requests of a peer or of a scraper never leave")
+    if key.may_leave and key.is_metrics_only:
+        raise KeyRefused(f"key {key.name!r}: requests of a scraper never leave")
     try:
         # Constructing a struct validates nothing, and the written file must be readable.
         msgspec.convert(msgspec.to_builtins(key), Key)

@@ -165,7 +165,6 @@ class Keyring:
             tenant_of(key.name),
             key.queue_share if self.has_others and not key.is_admin else 100,
             key.max_tokens,
-            key.is_peer,
-            key.may_leave,
+            may_leave=key.may_leave,
             owner=key.owner,
         )

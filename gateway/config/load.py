@@ -16,7 +16,6 @@ from gateway.config.group_check import check_groups
 from gateway.config.names import Names
 from gateway.config.origins import bad_host, bad_origin, is_loopback
 from gateway.config.parser_names import bad_parser
-from gateway.config.peer_tables import read_peers, read_upstreams
 from gateway.config.periods import zone_of
 from gateway.config.settings import (
     CAN_HOLD_AWAKE,
@@ -37,6 +36,7 @@ from gateway.config.settings import (
     UiConfig,
 )
 from gateway.config.source import ConfigSource
+from gateway.config.upstream_tables import read_upstreams
 from gateway.errors import ModelNotFound
 from gateway.failed import CommandFailed
 from gateway.model_files.hub_cache import cached_models
@@ -48,6 +48,16 @@ from protocol.spec import ADAPTERS_MAX
 # The chat template is copied into the configuration and a worker's state file. The longest known templates have 20 KiB.
 TEMPLATE_BYTES_MAX: Final = 1024 * 1024
 _KV_EVENTS_ADDRESS: Final = re.compile(r"tcp://(\*|[\w.:\[\]-]+):(\d{1,5})")
+_NO_AGENTS: Final = (
+    "ranks on other machines are started over ssh, and there are no agents and no keys of nodes any more: take it out, "
+    "and name a host file; see docs/groups.md"
+)
+# Tables of earlier versions, and what to do instead.
+_REMOVED_TABLES: Final = {
+    "node": _NO_AGENTS,
+    "nodes": _NO_AGENTS,
+    "peers": "a daemon serves the models of its own machine: put a router in front of the daemons; see docs/fleet.md",
+}
 # Traces can be sent only if these packages are installed.
 _OTEL_PACKAGES: Final = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 
@@ -68,7 +78,7 @@ def load_config(
     """
     source = ConfigSource(path or home / CONFIG_NAME)
     raw = source.read(required=path is not None)
-    _refuse_nodes(source, raw)
+    _refuse_removed(source, raw)
     source.refuse_unknown(raw, tuple(name for name in Config.__struct_fields__ if name not in NOT_IN_FILE), ())
     overrides = {"host": host, "port": port, "log_level": log_level and log_level.lower()}
     server = _server(source, raw.get("server", {}), {k: v for k, v in overrides.items() if v is not None})
@@ -89,19 +99,15 @@ def load_config(
         audio=source.struct(raw.get("audio", {}), AudioConfig, ("audio",)),
         batches=source.struct(raw.get("batches", {}), BatchesConfig, ("batches",)),
         ui=source.struct(raw.get("ui", {}), UiConfig, ("ui",)),
-        peers=read_peers(source, raw.get("peers", {}), models, bad_name),
         upstreams=read_upstreams(source, raw.get("upstreams", {}), models),
     )
 
 
-def _refuse_nodes(source: ConfigSource, raw: dict[str, Any]) -> None:
-    """Refuse the tables `[node]` and `[nodes]`, with which an earlier version configured agents. Raises
-    `ConfigError`.
-    """
-    for key in ("node", "nodes"):
+def _refuse_removed(source: ConfigSource, raw: dict[str, Any]) -> None:
+    """Refuse tables of an earlier version. Raises `ConfigError`, which says what to use instead."""
+    for key, reason in _REMOVED_TABLES.items():
         if key in raw:
-            why = "ranks on other machines are started over ssh, and there are no agents and no keys of nodes any more"
-            raise source.error(f"[{key}]: {why}: take it out, and name a host file; see docs/groups.md", (key,))
+            raise source.error(f"[{key}]: {reason}", (key,))
 
 
 def _folders(source: ConfigSource, folders: tuple[str, ...], where: tuple[str, str]) -> tuple[str, ...]:

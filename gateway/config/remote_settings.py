@@ -1,4 +1,4 @@
-"""Settings of other machines and of groups: peers, upstreams, ranks and their hosts."""
+"""Settings of other machines and of groups: upstreams, ranks and their hosts."""
 
 from typing import Annotated, Literal
 
@@ -7,20 +7,6 @@ from msgspec import Meta, Struct
 from protocol.spec import LOCAL
 
 Seconds = Annotated[float, Meta(ge=0, le=30 * 86400)]
-
-
-class PeerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`[peers.NAME]`: another mlxd, whose models this mlxd serves too. Paths are relative to this file."""
-
-    name: str
-    # URL at which the other daemon listens, such as `https://studio2.local:8484`.
-    url: str
-    # File with an API key of role `peer`, which the other daemon's operator has made for this daemon.
-    key_file: str
-    # PEM file of the authorities that may sign the other daemon's certificate; empty means the system's.
-    ca: str = ""
-    # Whether plain HTTP may be used beyond the loopback, which exposes keys, prompts and answers to the network.
-    plain_http: bool = False
 
 
 class UpstreamConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

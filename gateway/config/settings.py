@@ -1,14 +1,12 @@
 """The configuration as frozen structs: every key, its type and its default. `load.py` reads it from the file."""
 
-import re
-import socket
 import sys
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct, structs
 
-from gateway.config.remote_settings import GroupConfig, PeerConfig, Seconds, UpstreamConfig
+from gateway.config.remote_settings import GroupConfig, Seconds, UpstreamConfig
 from gateway.failed import CommandFailed
 from gateway.state_dir.home_paths import admin_socket, keys_path, log_path, run_dir, usage_path
 from protocol.spec import DEFAULT_MAX_RUNNING
@@ -123,12 +121,8 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     adapter_folders: tuple[str, ...] = ()
     # URL to which traces are sent, as OTLP over HTTP. If empty, no traces are made.
     otlp_endpoint: str = ""
-    # Name of this machine in a fleet; empty means the host name.
+    # Name of this machine among others. Each answer has it in its header `x-mlxd-node`; empty means no header.
     node: Annotated[str, Meta(max_length=200, pattern=r"^[A-Za-z0-9._-]*$")] = ""
-
-    @property
-    def node_name(self) -> str:
-        return self.node or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:200]
 
 
 class SamplingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
@@ -366,7 +360,6 @@ class Config(Struct, frozen=True):
     audio: AudioConfig = AudioConfig()
     batches: BatchesConfig = BatchesConfig()
     ui: UiConfig = UiConfig()
-    peers: dict[str, PeerConfig] = {}
     upstreams: dict[str, UpstreamConfig] = {}
 
     @property

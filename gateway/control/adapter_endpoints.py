@@ -97,7 +97,7 @@ class _AdapterEndpoints:
             return next(iter(models))
         if not order.model and not self._services.config.server.default:
             raise BadRequest("There are several models: name the adapter's in 'model'.", "model")
-        return self._services.router.locate_here(order.model, OWNER).model.name
+        return self._services.router.locate(order.model, OWNER).model.name
 
     async def unload(self, scope: Scope, receive: Receive) -> AdapterStatus:
         """`POST /v1/unload_lora_adapter` with `{"lora_name": NAME}`. Running requests of the adapter finish."""

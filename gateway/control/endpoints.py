@@ -32,7 +32,6 @@ from gateway.control_types import (
     ModelStatus,
     RankStatus,
     ReloadResult,
-    RouteView,
     UsageLine,
     UsageLines,
     UsageReport,
@@ -40,7 +39,6 @@ from gateway.control_types import (
 from gateway.errors import BadRequest, Unavailable, from_failure
 from gateway.model_files.known_times import speeds
 from gateway.reload import Reloader, facts_of
-from gateway.remote.peers.explanation import explain
 from gateway.services import Services
 from gateway.workers.supervisor.state import MemoryView, ModelMemory, ModelUnavailable, WorkerView
 from protocol.from_worker import Ready
@@ -61,7 +59,6 @@ def routes(
     endpoints = DaemonEndpoints(services, url)
     return [
         get("/v1/status", endpoints.show_status),
-        get("/v1/route", endpoints.route),
         get("/v1/keys/usage", endpoints.usage_by_key),
         get("/v1/usage", endpoints.usage_by_day),
         *(
@@ -133,15 +130,6 @@ class DaemonEndpoints:
             **_of_ready(view.ready, model),
             **_carried(view.stats, StatusStats.__struct_fields__),
         )
-
-    async def route(self, scope: Scope, receive: Receive) -> RouteView:
-        """`GET /v1/route?model=NAME&tokens=N`: the place that a request would be sent to, and the reason."""
-        services, query = self._services, QueryParams(scope["query_string"])
-        name, tokens = query.get("model", ""), query.get("tokens", "1000")
-        if not (tokens.isascii() and tokens.isdecimal()) or len(tokens) > 9:
-            raise BadRequest("'tokens' is a number of tokens.", "tokens", "invalid_value")
-        model = services.router.locate(name, OWNER).model if name else None
-        return explain(services.fleet, model, float(tokens))
 
     async def usage_by_key(self, scope: Scope, receive: Receive) -> UsageReport:
         """`GET /v1/keys/usage`: the usage of each key, kept over restarts."""

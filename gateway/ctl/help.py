@@ -13,7 +13,7 @@ PANELS: Final[Mapping[str, tuple[str, ...]]] = {
     "Models": ("models", "search", "recommend", "info", "pull", "rm", "load", "unload", "pin", "unpin", "adapter"),
     "Watch": ("status", "ps", "top", "requests", "batches", "why", "usage", "logs", "doctor", "selftest"),
     "Operate": ("keys", "config", "service", "setup", "restart", "cancel", "drain", "undrain", "cache", "handover"),
-    "Expert": ("bench", "calibrate", "verify", "repack", "route", "parse"),
+    "Expert": ("bench", "calibrate", "verify", "repack", "parse"),
 }
 
 

@@ -25,9 +25,9 @@ app = typer.Typer(help="Create, change, show and revoke API keys.", no_args_is_h
 Name = Annotated[str, typer.Argument(help="The key's name, as logs and metrics show it.", show_default=False)]
 
 Role = Annotated[
-    Literal["user", "admin", "metrics", "peer"] | None,
+    Literal["user", "admin", "metrics"] | None,
     typer.Option(
-        help="admin: all models, no limits, /metrics and deep health; metrics: only /metrics; peer: another mlxd.",
+        help="admin: all models, no limits, /metrics and deep health; metrics: only /metrics.",
         show_default=False,
     ),
 ]
@@ -229,7 +229,7 @@ def _fields(options: dict[str, Any]) -> dict[str, Any]:
     if expires is not None:
         fields["expires"] = None if expires == "never" else _expiry(expires)
     if role is not None or options["admin"]:
-        fields |= {"is_admin": role in (None, "admin"), "is_metrics_only": role == "metrics", "is_peer": role == "peer"}
+        fields |= {"is_admin": role in (None, "admin"), "is_metrics_only": role == "metrics"}
     return fields
 
 

@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from msgspec.structs import replace
-
 from gateway.link.calls import PendingCalls
 from gateway.link.collector import Collector
 from gateway.link.events import LinkEvents
 from gateway.link.sequence import PARKED, Sequence
 from gateway.link.transport import Transport, frames_of
 from gateway.link.wire import MakeWire, WorkerGone, ZmqWire
-from gateway.link.worker_connection import Connection, FrameSender, Report, Runner, SendFailed, SequenceProgressed
+from gateway.link.worker_connection import Connection, Report, Runner, SendFailed, SequenceProgressed
 from protocol.codec import MalformedFrame, Unsendable, decode_up
 from protocol.failures import Code, Failure
 from protocol.from_worker import (
@@ -126,7 +124,7 @@ class WorkerLink:
         now = loop.time()
         collector = Collector([request.rid for request in requests])
         collector.epoch = worker.epoch
-        frames = frames_of([connection.prepare(request) for request in requests])
+        frames = frames_of(requests)
         try:
             for request, frame in zip(requests, frames, strict=True):
                 if (refusal := worker.refusal(request)) is not None:
@@ -134,7 +132,7 @@ class WorkerLink:
                     continue
                 deadline = now + request.deadline_ms / 1000 if request.deadline_ms else None
                 self._sequences[request.rid] = Sequence(request, worker.epoch, collector, deadline)
-                self._transport.send_encoded(connection, request, frame)
+                self._transport.send_encoded(connection, frame)
         except WorkerGone:
             for request in requests:
                 self._sequences.pop(request.rid, None)
@@ -159,7 +157,7 @@ class WorkerLink:
             return
         connection = self._attached(epoch)
         try:
-            self._transport.send(connection, connection.prepare(sequence.continuation(now)))
+            self._transport.send(connection, sequence.continuation(now))
         except WorkerGone:
             self._note_unreachable(connection)
             raise
@@ -211,18 +209,10 @@ class WorkerLink:
     # -- workers -----------------------------------------------------------------------------------------------------
 
     def attach(
-        self,
-        name: str,
-        epoch: int,
-        post: Callable[[Report], None],
-        park: Callable[[Sequence], None],
-        sender: FrameSender | None = None,
+        self, name: str, epoch: int, post: Callable[[Report], None], park: Callable[[Sequence], None]
     ) -> Connection:
-        """Accept the messages of a worker or peer stream, whose start has the number `epoch`.
-
-        `sender` sends the link's messages to it. Without a `sender`, they are sent by ZeroMQ.
-        """
-        connection = self._connections[epoch] = Connection(name, epoch, post, park, sender)
+        """Accept the messages of a worker, whose start has the number `epoch`."""
+        connection = self._connections[epoch] = Connection(name, epoch, post, park)
         return connection
 
     def detach(self, epoch: int) -> None:
@@ -283,19 +273,6 @@ class WorkerLink:
     def _note_unreachable(self, connection: Connection) -> None:
         connection.is_unreachable = True
         connection.post(SendFailed(connection.epoch))
-
-    # -- messages of peers -------------------------------------------------------------------------------------------
-
-    def receive_from_peer(self, epoch: int, message: Accepted | Rejected | Progress | Step | Tokenized) -> None:
-        """Process a message that the runner of `epoch` sent about its own sequences. Call `wake_readers` afterwards."""
-        if isinstance(message, Step):
-            self._on_step(replace(message, epoch=epoch, stats=None))
-            return
-        sequence = self._sequences.get(message.rid)
-        if (self._calls.epoch_of(message.rid) if sequence is None else sequence.epoch) == epoch:
-            self._on_other(message)
-        else:
-            self._events.stale_message()
 
     # -- messages of workers -----------------------------------------------------------------------------------------
 

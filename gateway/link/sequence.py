@@ -10,7 +10,7 @@ from gateway.link.collector import Collector
 from protocol.from_worker import PromptPart
 from protocol.to_worker import Generate
 
-# Epoch of a sequence that has no worker. Workers have epochs from 1 upwards, peer streams from -1 downwards.
+# Epoch of a sequence that has no worker. Workers have epochs from 1 upwards.
 PARKED: Final = 0
 
 

@@ -87,21 +87,16 @@ class Transport:
 
     def send(self, connection: Connection, message: Down) -> None:
         """Send a message immediately. Raises `WorkerGone` if the worker is not connected, and `Unsendable`."""
-        self.send_encoded(connection, message, encode(message))
+        self.send_encoded(connection, encode(message))
 
     def try_send(self, connection: Connection, message: Down) -> None:
         """Send if the worker is connected. A lost worker is detected by its exit or its heartbeat."""
         with contextlib.suppress(WorkerGone):
             self.send(connection, message)
 
-    def send_encoded(self, connection: Connection, message: Down, frame: bytes) -> None:
-        """Send a message. `frame` is its encoding. The connection's own sender is used if it has one. Raises
-        `WorkerGone`.
-        """
-        if connection.sender is not None:
-            connection.sender.send(message, frame)
-        else:
-            self._post(connection.name, connection.epoch, frame)
+    def send_encoded(self, connection: Connection, frame: bytes) -> None:
+        """Send a message of which `frame` is the encoding. Raises `WorkerGone`."""
+        self._post(connection.name, connection.epoch, frame)
 
     def dismiss(self, hello: Hello, is_wanted: Callable[[Hello], bool]) -> None:
         """Shut down a worker that this gateway did not start, because its memory is not counted.

@@ -1,4 +1,4 @@
-"""Connection of the link to one incarnation of a worker, or to one stream at a peer."""
+"""Connection of the link to one incarnation of a worker."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from gateway.link.sequence import Sequence
 from protocol.failures import Failure
 from protocol.from_worker import AdaptersSet, Drained, Goodbye, Hello, Loading, Pong, Ready
 from protocol.stats import Stats
-from protocol.to_worker import Down, Generate
+from protocol.to_worker import Generate
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +31,6 @@ class SequenceProgressed:
 Report = Hello | Loading | Ready | Pong | Drained | Goodbye | AdaptersSet | SendFailed | SequenceProgressed
 
 
-class FrameSender(Protocol):
-    """Transport to a runner that is no worker of this gateway."""
-
-    def prepare(self, request: Generate) -> Generate:
-        """Return the request in the version that this transport sends."""
-        ...
-
-    def send(self, message: Down, frame: bytes) -> None:
-        """Send a message; `frame` is its encoding for a worker. Raises `WorkerGone`."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class Connection:
     """State of one attached epoch. It can still be read after the epoch is detached. Only the link writes it.
@@ -55,7 +43,6 @@ class Connection:
     epoch: int
     post: Callable[[Report], None]
     park: Callable[[Sequence], None]
-    sender: FrameSender | None = None
     stats: Stats | None = None
     # True once a request could not be sent. No more requests are then submitted to this epoch.
     is_unreachable: bool = False
@@ -66,12 +53,9 @@ class Connection:
     # worker is stuck.
     unacked_aborts: set[int] = field(default_factory=set[int])
 
-    def prepare(self, request: Generate) -> Generate:
-        return request if self.sender is None else self.sender.prepare(request)
-
 
 class Runner(Protocol):
-    """Destination of requests: a worker, or a stream at a peer."""
+    """Destination of requests: a worker."""
 
     @property
     def name(self) -> str: ...

@@ -1,6 +1,6 @@
 """DNS lookups of the hosts of media URLs, each in a daemon thread.
 
-The event loop's own lookups share a few threads with those of upstreams and peers, cannot be cancelled, and delay the
+The event loop's own lookups share a few threads with those of upstreams, cannot be cancelled, and delay the
 daemon's exit. Clients could block those threads with names whose servers never answer.
 """
 

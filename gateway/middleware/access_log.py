@@ -6,14 +6,11 @@ from typing import Final
 from gateway.access.caller import NOBODY
 from gateway.access.unauthenticated import LogSample
 from gateway.request.record import RequestRecord
-from protocol.peering import STATUS_PATH
 
 log = logging.getLogger(__name__)
 
 # Machines poll these paths, and a line for each poll would hide the other lines.
-QUIET: Final = frozenset(
-    {"/livez", "/readyz", "/health", "/healthz", "/metrics", "/v1/status", "/v1/requests", "/", STATUS_PATH}
-)
+QUIET: Final = frozenset({"/livez", "/readyz", "/health", "/healthz", "/metrics", "/v1/status", "/v1/requests", "/"})
 # Prefixes of what editors and the page read again and again. A refused request has its line.
 POLLED: Final = ("/v1/models", "/ui/")
 _REFUSED: Final = 400

@@ -30,7 +30,6 @@ from gateway.web.gate import Gate
 HEALTH: Final = frozenset({"/livez", "/readyz", "/health", "/healthz"})
 METRICS: Final = "/metrics"
 # Paths that daemons use among themselves.
-INTERNAL: Final = "/internal/"
 # Clients may send two secrets, one from their settings and one from their environment. Secrets beyond this number are
 # ignored.
 SECRETS_MAX: Final = 4
@@ -43,7 +42,6 @@ _SCRAPERS: Final = (
     "Metrics name every model and key: they need a key made with 'mlxctl keys create prometheus --role metrics', sent "
     "as 'Authorization: Bearer KEY'. [server] metrics_auth = false shows them to every client."
 )
-_FOR_PEERS: Final = "Another mlxd asks here, with a key made with 'mlxctl keys create NAME --role peer'."
 
 
 class Auth:
@@ -88,14 +86,13 @@ class Auth:
         keyring = self._keyring
         keyring.refresh()
         path = scope["path"]
-        is_internal = path.startswith(INTERNAL)
-        if not is_internal and self._gate.opens(scope):
+        if self._gate.opens(scope):
             return OWNER
         is_closed = self._live.config.server.metrics_auth
         needs_none = path in HEALTH or (path == METRICS and not is_closed)
         # A remote client behind a proxy on this machine must not count as the owner.
         is_local = self._is_loopback and record.client.is_own
-        is_open_to_all = keyring.is_open and is_local and not is_internal
+        is_open_to_all = keyring.is_open and is_local
         if is_open_to_all or self._live.config.server.hosts:
             self._check_host(Headers(scope=scope), is_open_to_all)
         if is_open_to_all:
@@ -114,10 +111,6 @@ class Auth:
                 raise Forbidden(_SCRAPERS)
         elif caller.is_metrics_only and path not in HEALTH:
             raise Forbidden("This key may read /metrics and nothing else.")
-        if caller.is_peer is not is_internal and path not in HEALTH:
-            raise Forbidden(
-                _FOR_PEERS if is_internal else "This key is a peer's: it opens /internal/ and nothing else."
-            )
         return caller
 
     def _refuse(self, error: Unauthorized, record: RequestRecord) -> NoReturn:

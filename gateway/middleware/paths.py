@@ -5,7 +5,6 @@ from typing import Final
 from starlette.datastructures import Headers
 
 from gateway.request.record import Dialect
-from protocol.peering import GENERATE_PATH
 
 METHOD: Final = "POST"
 PREFIX: Final = "/v1/"
@@ -59,4 +58,4 @@ def is_counted(method: str, path: str) -> bool:
     """Whether a request counts against a key's limit of requests."""
     if method != METHOD or path.endswith(_UNCOUNTED):
         return False
-    return is_of_api(method, path) or path in _QUESTIONS or path == GENERATE_PATH
+    return is_of_api(method, path) or path in _QUESTIONS

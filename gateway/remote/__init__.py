@@ -1,1 +1,1 @@
-"""Other machines: peers, which are other mlxd daemons, and upstreams, which are any OpenAI-compatible server."""
+"""Other machines: upstreams, which are any OpenAI-compatible server."""

@@ -1,4 +1,4 @@
-"""HTTP clients to peers and upstreams: no proxy, no redirects, no cookies, and no compression."""
+"""HTTP clients to upstreams: no proxy, no redirects, no cookies, and no compression."""
 
 import ssl
 from http.cookiejar import CookieJar, DefaultCookiePolicy

@@ -7,13 +7,12 @@ from typing import Self
 
 import msgspec
 
-from gateway.access.caller import is_of_batch_class
 from gateway.access.rate_limit import UsageCharge
 from gateway.config.settings import ModelConfig
 from gateway.errors import ApiError, Cancelled
 from gateway.link.collector import Collector, Relay
 from gateway.request.accounting import TokenAccounting
-from gateway.request.headers import relaxed_header, served_by_header, truncated_header
+from gateway.request.headers import relaxed_header, truncated_header
 from gateway.request.leases import leases
 from gateway.request.opener import Opener
 from gateway.request.record import Header, RequestRecord
@@ -39,15 +38,10 @@ class Generation:
         bind: Callable[[Sequence[int]], None],
         *,
         kind: str = TEXT,
-        stays_here: bool = False,
-        form: str = "",
         repeats: int = 1,
     ) -> None:
         """`kind` is the kind of model that the request needs. The answer contains each prompt's log-probabilities
         `repeats` times.
-
-        A request that `stays_here`, is of a batch, is not for text or names an adapter is not sent to peers. If `form`
-        is given, the request begins at a peer that has the model in that form.
         """
         self._runtime = runtime
         self._model = model
@@ -55,10 +49,7 @@ class Generation:
         if model.adapter:
             self._generates = [msgspec.structs.replace(each, adapter=model.adapter) for each in self._generates]
         self.record = record
-        stays_here = stays_here or is_of_batch_class(self._generates[0])
-        self._opener = Opener(
-            runtime, model, self._generates, record, bind, kind=kind, stays_here=stays_here, form=form
-        )
+        self._opener = Opener(runtime, model, self._generates, record, bind, kind=kind)
         self._accounting = TokenAccounting(runtime, model, self._generates, record)
         self._scores = ScoreRoom(record.lease, repeats)
         self._held = ExitStack()
@@ -90,7 +81,7 @@ class Generation:
                 self._runtime.link.abort(unfinished, "client")
             self._accounting.close(collector, unfinished)
             record = self.record
-            has_next_turn = record.has_next_turn and not record.is_of_batch_class and not record.served_by
+            has_next_turn = record.has_next_turn and not record.is_of_batch_class
             if has_next_turn and self._accounting.is_complete:
                 self._runtime.next_turns.expect(self._model.name, self._generates[0], collector.epoch)
             self.record.epoch, self.record.resumes = collector.epoch, collector.resumes
@@ -99,9 +90,9 @@ class Generation:
         self._runtime.recent.add(self.record)
 
     def open_now(self) -> bool:
-        """Start the request at a peer or on a ready worker.
+        """Start the request on the model's worker.
 
-        Returns False if there is neither; `open` then waits for a worker. Raises `ApiError`.
+        Returns False if it is not ready; `open` then waits for it. Raises `ApiError`.
         """
         self._begin(self._opener.open_now())
         return self.is_open
@@ -142,11 +133,6 @@ class Generation:
         return self._accounting.failure
 
     @property
-    def form(self) -> str:
-        """Form of the model that generates the request, if peers may serve it; empty if unknown."""
-        return self._opener.form
-
-    @property
     def prompt_tokens(self) -> int:
         """Number of prompt tokens that is known so far."""
         return sum(self._collector.accepted.values()) if self._collector is not None else 0
@@ -155,7 +141,7 @@ class Generation:
     def headers(self) -> list[Header]:
         """Headers of the answer that are known so far."""
         named = [*relaxed_header(self.relaxed), *truncated_header(self.left_out)]
-        return [*self.record.headers, *named, *served_by_header(self.record.served_by)]
+        return [*self.record.headers, *named]
 
     @property
     def left_out(self) -> tuple[int, int]:
@@ -245,7 +231,7 @@ class Generation:
     async def read(self, timeout_s: float | None = None, on_unread: Relay | None = None) -> list[Delta]:
         """Return new output, or nothing on timeout. A delta that ends in ERROR or ABORT becomes `failure` instead.
 
-        While the task waits, new output calls `on_unread` instead of waking the task: see `Collector.next`.
+        While the task waits, new output calls `on_unread` instead of waking the task: see `Collector.read_deltas`.
         """
         return self._accounting.book(await self._opened().read_deltas(timeout_s, on_unread))
 

@@ -37,9 +37,9 @@ def truncated_header(left_out: tuple[int, int]) -> list[Header]:
     return [(b"x-mlxd-truncated", f"{turns};{tokens}".encode())] if tokens else []
 
 
-def served_by_header(peer: str) -> list[Header]:
-    """Return the header `x-mlxd-served-by`, which names the peer that serves the request, if one does."""
-    return [(b"x-mlxd-served-by", _header_safe(peer).encode())] if peer else []
+def served_by_header(upstream: str) -> list[Header]:
+    """Return the header `x-mlxd-served-by`, which names the upstream that serves the request, if one does."""
+    return [(b"x-mlxd-served-by", _header_safe(upstream).encode())] if upstream else []
 
 
 def _names_header(header: bytes, names: Sequence[str]) -> list[Header]:

@@ -38,9 +38,7 @@ def leases(
             estimate = _estimate(caller.meter, generates, record)
             hold = caller.meter.hold_budget if record.is_of_batch_class else caller.meter.hold
             charge = held.enter_context(hold(estimate, count))
-        # A model that only peers have is not in the pool.
-        if runtime.pool.find(model.name) is not None:
-            held.enter_context(runtime.pool.lease(model.name))
+        held.enter_context(runtime.pool.lease(model.name))
         held.enter_context(runtime.requests.hold(served))
         if model.adapter:
             running = runtime.metrics.model(model.name).adapters_running

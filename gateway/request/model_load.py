@@ -1,6 +1,4 @@
-"""Load (utilization) of a model at this daemon. Peers and routers use it to choose a daemon. It is computed
-on demand.
-"""
+"""Load (utilization) of a model. Routers use it to choose a daemon. It is computed on demand."""
 
 from dataclasses import dataclass
 from typing import Final

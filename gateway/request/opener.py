@@ -1,4 +1,4 @@
-"""Start of a request's sequences: at a peer, on a worker that is ready, or on a worker once it has loaded the model."""
+"""Start of a request's sequences: on a worker that is ready, or on a worker once it has loaded the model."""
 
 import asyncio
 import math
@@ -8,13 +8,11 @@ from typing import Final
 import msgspec
 
 from gateway.config.settings import ModelConfig
-from gateway.errors import BadRequest, Cancelled, Unavailable, from_failure, from_unsendable
+from gateway.errors import Cancelled, Unavailable, from_failure, from_unsendable
 from gateway.link.collector import Collector
 from gateway.link.link import LATE
 from gateway.link.wire import WorkerGone
 from gateway.media.modalities import check
-from gateway.remote.peers.peer_stream import PeerStream
-from gateway.remote.peers.request_route import make_route
 from gateway.request.model_kind import check_kind
 from gateway.request.record import RequestRecord
 from gateway.request.runtime import Runtime
@@ -23,7 +21,6 @@ from gateway.workers.supervisor.handle import WorkerHandle
 from gateway.workers.supervisor.state import ModelUnavailable, State
 from protocol.codec import Unsendable
 from protocol.failures import Code, Failure
-from protocol.kinds import TEXT
 from protocol.to_worker import Generate
 
 QUEUE_RETRY_AFTER_S: Final = 5.0
@@ -37,7 +34,7 @@ def retry_after_s(pool: Pool, model: ModelConfig) -> float:
 
 
 class Opener:
-    """Gives the sequences of one request to a worker or a peer. The request's generation owns it."""
+    """Gives the sequences of one request to a worker. The request's generation owns it."""
 
     def __init__(
         self,
@@ -48,8 +45,6 @@ class Opener:
         bind: Callable[[Sequence[int]], None],
         *,
         kind: str,
-        stays_here: bool,
-        form: str,
     ) -> None:
         self._runtime = runtime
         self._model = model
@@ -58,15 +53,8 @@ class Opener:
         self._bind = bind
         self._numbers = runtime.metrics.model(model.name)
         self._kind = kind
-        # The worker is looked up now, because a reload may remove the model from the pool. None if only peers have the
-        # model.
+        # The worker is looked up now, because a reload may remove the model from the pool. None if one just has.
         self._worker = runtime.pool.find(model.name)
-        self._is_local = stays_here or kind != TEXT
-        self._route = (
-            None
-            if self._is_local or model.adapter
-            else make_route(runtime.fleet, model, generates, record.id, self._note_place, form)
-        )
         # The deadline counts from the request's arrival, so it includes the time to load the model.
         limit_ms = generates[0].deadline_ms
         self._deadline = record.started + limit_ms / 1000 if limit_ms else math.inf
@@ -88,11 +76,6 @@ class Opener:
         """Whether the model's worker is being started."""
         return self._worker is not None and self._worker.state in (State.STARTING, State.LOADING)
 
-    @property
-    def form(self) -> str:
-        """Form of the model that generates the request, if peers may serve it; empty if it is not known."""
-        return "" if self._route is None else self._route.form
-
     def interrupt(self, reason: Cancelled | None) -> bool:
         """End the wait in `open`. `open` then raises `reason`, if it is not None.
 
@@ -105,13 +88,10 @@ class Opener:
         return True
 
     def open_now(self) -> Collector | None:
-        """Start the request at a peer or on a ready worker.
+        """Start the request on the model's worker.
 
-        Returns None if there is neither; `open` then waits for a worker. Raises `ApiError`.
+        Returns None if it is not ready; `open` then waits for it. Raises `ApiError`.
         """
-        stream = None if self._route is None else self._route.begin()
-        if stream is not None:
-            return self._submit(stream)
         return self._submit(self._worker) if self._worker is not None and self._worker.is_ready else None
 
     async def open(self) -> Collector:
@@ -132,10 +112,6 @@ class Opener:
         """Raises `BadRequest` if the request needs another kind of model. Checked first, so that no model is loaded in
         vain.
         """
-        if self._worker is None and self._is_local:
-            asked = "batches run here alone" if self._record.is_of_batch_class else "peers are asked for text alone"
-            message = f"The model '{self._model.name}' is a peer's: {asked}."
-            raise BadRequest(message, "model", "unsupported_model_kind")
         if self._worker is not None and self._worker.ready is None:
             check_kind(self._model, None, self._kind)
 
@@ -154,9 +130,6 @@ class Opener:
                         return collector
             raise from_failure(LOST)
         except ModelUnavailable as error:
-            stream = None if self._route is None else self._route.begin_at_peer()
-            if stream is not None and (collector := self._submit(stream)) is not None:
-                return collector
             is_operator = self._record.caller.is_admin
             raise from_failure(error.failure, error.retry_after_s, is_operator=is_operator) from None
         except TimeoutError:
@@ -169,40 +142,27 @@ class Opener:
         finally:
             self._timeout = None
 
-    def _submit(self, worker: WorkerHandle | PeerStream) -> Collector | None:
-        """Send the sequences to a worker or a peer. Returns None if the worker is gone.
-
-        A stream of a peer that was not used is discarded.
-        """
-        collector: Collector | None = None
-        try:
-            collector = self._send(worker)
-        finally:
-            if collector is None and isinstance(worker, PeerStream):
-                worker.discard()
-        if collector is not None:
-            self._record.rids = collector.rids
-            self._record.phases.sent_at = self._elapsed()
-            self._bind(collector.rids)
-        return collector
-
-    def _send(self, worker: WorkerHandle | PeerStream) -> Collector | None:
+    def _submit(self, worker: WorkerHandle) -> Collector | None:
+        """Send the sequences to a worker. Returns None if the worker is gone."""
         self._check(worker)
         try:
-            return self._runtime.link.submit(worker, self._timed())
+            collector = self._runtime.link.submit(worker, self._timed())
         except WorkerGone:
             return None
         except Unsendable as error:
             self._runtime.metrics.rejected(self._model.name, "unsendable")
             raise from_unsendable(error) from None
+        self._record.rids = collector.rids
+        self._record.phases.sent_at = self._elapsed()
+        self._bind(collector.rids)
+        return collector
 
-    def _check(self, worker: WorkerHandle | PeerStream) -> None:
+    def _check(self, worker: WorkerHandle) -> None:
         """Raises `BadRequest` if the loaded model cannot serve this request."""
-        if isinstance(worker, PeerStream):
-            check_kind(self._model, self._runtime.view(self._model).ready, self._kind)
-        elif worker.is_ready:
-            check_kind(self._model, worker.ready, self._kind)
-        if self._record.media and worker.is_ready:
+        if not worker.is_ready:
+            return
+        check_kind(self._model, worker.ready, self._kind)
+        if self._record.media:
             check(self._model.name, self._model.path, self._runtime.view(self._model).ready, self._record.media)
 
     def _timed(self) -> list[Generate]:
@@ -211,9 +171,6 @@ class Opener:
             return self._generates
         left_ms = max(1, int((self._deadline - self._record.clock()) * 1000))
         return [msgspec.structs.replace(generate, deadline_ms=left_ms) for generate in self._generates]
-
-    def _note_place(self, place: str) -> None:
-        self._record.served_by = place
 
     def _elapsed(self) -> float:
         return self._record.clock() - self._record.started

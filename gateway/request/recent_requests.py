@@ -16,7 +16,7 @@ class RecentRequest:
     """Facts about a request that has ended. `at` is the Unix time of its arrival.
 
     `rid` is that of its first sequence, 0 if no worker got one, and `epoch` that of its newest worker. `waited_for`
-    is that of its record, `served_by` the peer that served it; both may be empty.
+    is that of its record, `served_by` the upstream that served it; both may be empty.
     """
 
     id: str

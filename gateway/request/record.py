@@ -64,7 +64,7 @@ class RequestRecord:
     clock: Callable[[], float] = time.perf_counter
     status: int = 0
     model: str | None = None
-    # Peer that serves the request or served it last; empty if this daemon does.
+    # Upstream that serves the request or served it last; empty if this daemon does.
     served_by: str = ""
     stream: bool = False
     # Whether the request runs only while its model has no other request. Its times say nothing about the service.

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from gateway.access.ledger import Ledger
 from gateway.config.settings import Config, ModelConfig
 from gateway.link.link import WorkerLink
-from gateway.remote.peers.fleet import Fleet
 from gateway.request.admission import Admission
 from gateway.request.in_flight import Requests
 from gateway.request.next_turns import NextTurns
@@ -13,7 +12,7 @@ from gateway.request.recent_requests import RecentRequests
 from gateway.request.routing import LiveConfig, Router
 from gateway.telemetry.metrics import Metrics
 from gateway.workers.pool.pool import Pool
-from gateway.workers.supervisor.state import WorkerView
+from gateway.workers.supervisor.state import State, WorkerView
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,6 @@ class Runtime:
     recent: RecentRequests
     ledger: Ledger
     next_turns: NextTurns
-    fleet: Fleet
 
     @property
     def config(self) -> Config:
@@ -37,9 +35,9 @@ class Runtime:
         return self.live.config
 
     def view(self, model: ModelConfig) -> WorkerView:
-        """Return the state of a resolved model, which may be a model of peers."""
+        """Return the state of a resolved model."""
         worker = self.pool.find(model.name)
-        return self.fleet.view(model.name) if worker is None else worker.view()
+        return WorkerView(name=model.name, path=model.path, state=State.STOPPED) if worker is None else worker.view()
 
     @property
     def router(self) -> Router:

@@ -76,7 +76,7 @@ def slow_causes(
         text = f"New text of the prompt was computed{_in(tokens, left_ms)}."
         causes.append(SlowCause("prefill", round(left_ms, 1), text, tokens))
     if served_by:
-        causes.append(SlowCause("served_by", 0.0, f"The peer or upstream {served_by} served it, and knows the rest."))
+        causes.append(SlowCause("served_by", 0.0, f"The upstream {served_by} served it, and knows the rest."))
     worth_ms = WORTH * timing.total_ms
     return sorted((each for each in (*misses, *causes) if not 0 < each.ms < worth_ms), key=lambda cause: -cause.ms)
 

@@ -229,13 +229,8 @@ class Metrics:
         # Called with the model and its new state immediately, for the web page's feed.
         self.on_state: Callable[[str, str], None] | None = None
         self.gen_ai = GenAiMetrics()
-        # Requests sent to peers, by peer and reason, and sequences lost, by peer.
-        self.forwarded: Counter[tuple[str, str]] = Counter()
-        self.reroutes: Counter[str] = Counter()
         # Requests sent to upstreams, by upstream, model and status or failure.
         self.upstream_requests: Counter[tuple[str, str, str]] = Counter()
-        # Returns the name, the availability and the failures by reason of each peer.
-        self.peers: Callable[[], Iterable[tuple[str, bool, dict[str, int]]]] = tuple
         # Returns, for each local model, its name, its waiting prompt tokens and its estimated wait in seconds.
         self.loads: Callable[[], Iterable[tuple[str, int, float]]] = tuple
         # Requests of batches that have ended, by outcome, and the number of those that wait to be run.

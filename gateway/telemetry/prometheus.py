@@ -88,7 +88,7 @@ class _OfMetrics(Collector):
         yield from _of_gateway(metrics)
         yield from _of_connections(metrics)
         yield from _of_tls(metrics)
-        yield from _of_peers(metrics)
+        yield from _of_upstreams(metrics)
         yield from _of_loads(metrics)
         yield from _of_keys(metrics.keys)
         yield from metrics.gen_ai.families()
@@ -197,17 +197,9 @@ def _of_loads(metrics: Metrics) -> Iterator[Metric]:
     yield _gauge("prefill_tokens_per_second", text, ["model"], rates)
 
 
-def _of_peers(metrics: Metrics) -> Iterator[Metric]:
-    peers = list(metrics.peers())
-    up = [([peer], float(is_up)) for peer, is_up, _ in peers]
-    yield _gauge("peer_up", "Whether requests may be sent to a peer.", ["peer"], up)
-    failures = _samples_by({peer: reasons for peer, _, reasons in peers})
-    yield _counter("peer_failures", "Failed requests to a peer.", ["peer", "reason"], failures)
-    yield _counter("forwarded_requests", "Requests sent to a peer.", ["to", "reason"], _samples(metrics.forwarded))
+def _of_upstreams(metrics: Metrics) -> Iterator[Metric]:
     text = "Requests that left this machine for an upstream."
     yield _counter("upstream_requests", text, ["to", "model", "outcome"], _samples(metrics.upstream_requests))
-    text = "Sequences that went on elsewhere because their peer was lost."
-    yield _counter("peer_sequences_lost", text, ["peer"], _samples(metrics.reroutes))
 
 
 def _of_keys(keys: Mapping[str, KeyMetrics]) -> Iterator[Metric]:

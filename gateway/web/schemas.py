@@ -179,7 +179,7 @@ class KeyView(KeyFields, frozen=True, kw_only=True):
 
     name: str
     prefix: str
-    role: Literal["user", "admin", "metrics", "peer"]
+    role: Literal["user", "admin", "metrics"]
     is_disabled: bool
     shares_cache: bool
     created: float

@@ -19,7 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from gateway.app import App, create_admin_app
-from gateway.config.remote_settings import PeerConfig, UpstreamConfig
+from gateway.config.remote_settings import UpstreamConfig
 from gateway.config.settings import (
     AudioConfig,
     BatchesConfig,
@@ -104,7 +104,6 @@ async def running(
     audio: AudioConfig | None = None,
     batches: BatchesConfig | None = None,
     memory: MemoryConfig | None = None,
-    peers: Sequence[PeerConfig] = (),
     upstreams: Sequence[UpstreamConfig] = (),
 ) -> AsyncGenerator[Gateway, None]:
     """A gateway whose workers are scripted with `options`; a `talkative` one also says what it is told.
@@ -120,7 +119,6 @@ async def running(
         audio=audio or AudioConfig(),
         batches=batches or BatchesConfig(),
         memory=memory or MemoryConfig(),
-        peers={peer.name: peer for peer in peers},
         upstreams={upstream.name: upstream for upstream in upstreams},
     )
     config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -157,7 +155,6 @@ async def running(
         )
     )
     serving = asyncio.create_task(http.serve(sockets=[listener]))
-    polling = asyncio.create_task(app.services.fleet.run())
     try:
         async with httpx.AsyncClient(base_url=url, timeout=patient(DEADLINE_S), verify=verify) as client:
             admin = create_admin_app(app, Reloader(app, lambda: config), url, never_drained)
@@ -165,7 +162,6 @@ async def running(
     finally:
         http.should_exit = True
         await serving
-        polling.cancel()
         with contextlib.closing(listener), contextlib.closing(app):
             app.drain()
             await pool.stop(0.0)

@@ -16,10 +16,7 @@ import pytest
 
 from gateway.config.settings import ModelConfig
 from gateway.request import score_room
-from gateway.workers.supervisor.spawn import default_command
-from tests.gateway.harness import Gateway, events, running, serving, until
-from tests.gateway.remote.peers.pairs import door, key_for, peer
-from tests.support.pool import short_home
+from tests.gateway.harness import Gateway, events, serving, until
 
 pytestmark = pytest.mark.anyio
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -227,27 +224,6 @@ async def test_the_clients_of_openai_read_them(gateway: Gateway, reference: Refe
     assert chunks[0].prompt_token_ids == chat.prompt_token_ids
     streamed = [getattr(choice, "token_ids", []) for chunk in chunks for choice in chunk.choices]
     assert list(itertools.chain(*streamed)) == chat.choices[0].token_ids
-
-
-@pytest.mark.soak
-async def test_a_peers_model_tells_the_same(gateway: Gateway, folder: Path) -> None:
-    fields = {"prompt_logprobs": 2, "n": 2, "max_tokens": 4}
-    with short_home() as home, short_home() as far_home:
-        key_file = key_for(far_home)
-        models = [ModelConfig(name="m", path=str(folder), batching="together")]
-        async with (
-            running(far_home, models=models, command=default_command) as far,
-            door(home, peer(far, key_file)) as near,
-        ):
-            for path in (CHAT, TEXT):
-                here, there = [(await posted(each, path, **fields)).json() for each in (gateway, near)]
-                assert there["choices"] == here["choices"]
-                assert [there.get(name) for name in TOLD] == [here.get(name) for name in TOLD]
-                reply = await posted(near, path, stream=True, max_tokens=4)
-                assert reply.headers["x-mlxd-served-by"] == "b"
-                *chunks, _ = events(reply.text)
-                whole = here if path == CHAT else here["choices"][0]
-                assert ids_of(path, chunks) == ([whole["prompt_token_ids"]], here["choices"][0]["token_ids"])
 
 
 @pytest.mark.soak

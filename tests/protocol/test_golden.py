@@ -68,7 +68,7 @@ def test_a_decoder_of_a_later_minor_can_append_a_field_that_todays_ignores(messa
 
 @pytest.mark.parametrize("message", [*golden_frames.down(), *golden_frames.up()], ids=lambda each: type(each).__name__)
 def test_fields_with_a_default_may_be_missing_at_the_end(message: Any) -> None:
-    """An older peer sends fewer fields."""
+    """An older gateway or worker sends fewer fields."""
     decode = codec.decode_down if message in golden_frames.down() else codec.decode_up
     frame: list[Any] = msgspec.msgpack.decode(codec.encode(message))
     defaults = sum(field.default is not msgspec.NODEFAULT for field in msgspec.structs.fields(message))

@@ -34,7 +34,7 @@ class SimulatedGateway:
         random: Random,
         is_listening: asyncio.Event,
         disk: SimulatedDisk,
-        remotes: httpx.AsyncBaseTransport,
+        upstreams: httpx.AsyncBaseTransport,
     ) -> None:
         self.world = world
         self.is_listening = is_listening
@@ -72,7 +72,7 @@ class SimulatedGateway:
             wall=clock,
             make_thread=make_thread,
             disk=self.disk,
-            transport=remotes,
+            transport=upstreams,
         )
         self.boot = boot
         self.books = UsageBooks(world, self.app.services, boot)
@@ -96,8 +96,6 @@ class SimulatedGateway:
         await self.app.start()
         services = self.app.services
         chores = [services.usage.run(), services.ledger.run()]
-        # Without peers it would only wake up each second.
-        chores += [services.fleet.run()] if self.config.peers else []
         self._chores = [asyncio.create_task(chore) for chore in chores]
 
     def _wants(self, rid: int) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 
 from gateway.config.remote_settings import UpstreamConfig
-from tests.simulation.simulated_peers import Pieces
 from tests.simulation.simulated_worker import PROMPT_TOKENS, STEP_S, answer_ids, text_of
 from tests.simulation.world import World
 
@@ -33,13 +32,22 @@ def upstream_config(models: list[str]) -> UpstreamConfig:
     )
 
 
-class SimulatedUpstreams(httpx.AsyncBaseTransport):
-    """Connections to the upstream, and to peers by `others`, from any gateway of the world."""
+class Pieces(httpx.AsyncByteStream):
+    """Body of an answer that is sent at once."""
 
-    def __init__(self, world: World, random: Random, others: httpx.AsyncBaseTransport) -> None:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self._data
+
+
+class SimulatedUpstreams(httpx.AsyncBaseTransport):
+    """Connections to the upstream, from any gateway of the world."""
+
+    def __init__(self, world: World, random: Random) -> None:
         self.world = world
         self.random = random
-        self._others = others
         # Number of times that a gateway has closed its connections.
         self.closed = 0
         self._storm = random.choice((0.0, 0.3, 1.0, 3.0))
@@ -52,8 +60,6 @@ class SimulatedUpstreams(httpx.AsyncBaseTransport):
         return happens
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        if request.url.host != NAME:
-            return await self._others.handle_async_request(request)
         body: dict[str, Any] = json.loads(await request.aread())
         closed = self.closed
         await asyncio.sleep(self.random.random() * 0.05)

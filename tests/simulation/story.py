@@ -38,8 +38,6 @@ from tests.simulation.pipelining_client import PipeliningClient, draw_connection
 from tests.simulation.simulated_database import DatabaseFaults
 from tests.simulation.simulated_disk import QUICK_S, DiskOfProcess, SimulatedDisk
 from tests.simulation.simulated_gateway import LATE_S, SimulatedGateway
-from tests.simulation.simulated_peers import MODEL as PEER_MODEL
-from tests.simulation.simulated_peers import SimulatedPeers, peer_configs
 from tests.simulation.simulated_upstreams import MODEL as UPSTREAM_MODEL
 from tests.simulation.simulated_upstreams import NAME as UPSTREAM
 from tests.simulation.simulated_upstreams import SimulatedUpstreams, upstream_config
@@ -169,15 +167,11 @@ class Story:
         self._background_count = self._own_random.choice((0, 0, 0, 1, 3))
         # Whether the key "bob" may use the first model only.
         self._is_restricted = self._own_random.random() < 0.3
-        self._has_peers = self._own_random.random() < 0.05
-        self.peers = SimulatedPeers(self.world, self._own_random)
         # Draws of the parts that few seeds have.
         self._rare_random = Random(seed ^ 0xED6E)
         self._has_edge = self._rare_random.random() < 0.1
         self._has_upstream = self._rare_random.random() < 0.08
-        self.remotes: SimulatedPeers | SimulatedUpstreams = self.peers
-        if self._has_upstream:
-            self.remotes = SimulatedUpstreams(self.world, self._rare_random, self.peers)
+        self.upstreams = SimulatedUpstreams(self.world, self._rare_random)
         # Draws of limits of a key, of choices, and of models that a reload adds or removes.
         self._limit_random = Random(seed ^ 0x11A17)
         self._limits = draw_limits(self._limit_random)
@@ -223,7 +217,6 @@ class Story:
             response_journal_bytes=1 << 26 if self._background_count else 0,
             response_store_bytes=1 << 26 if self._background_count else 0,
         )
-        peers = peer_configs(self.home) if self._has_peers else {}
         memory = MemoryConfig(budget_bytes=random.choice((8, 12, 16)) * GIB, min_residency_s=random.choice((0.5, 5.0)))
         return Config(
             home=self.home,
@@ -231,7 +224,6 @@ class Story:
             models=models,
             config_path=self.home / "mlxd.toml",
             memory=memory,
-            peers=peers,
             upstreams={UPSTREAM: upstream_config([*MODELS])} if self._has_upstream else {},
         )
 
@@ -260,7 +252,7 @@ class Story:
     def _make_gateway(self) -> SimulatedGateway:
         self.boots += 1
         return SimulatedGateway(
-            self.world, self.config, self.boots, self.random, self._listening, self.disk, self.remotes
+            self.world, self.config, self.boots, self.random, self._listening, self.disk, self.upstreams
         )
 
     # -- invariants ----------------------------------------------------------------------------------------------------
@@ -319,9 +311,6 @@ class Story:
         if not self._has_upstream:
             for plan in plans:
                 plan.choices = self._limit_random.choice((1, 1, 1, 1, 1, 2, 3))
-        if self._has_peers:
-            count = self._own_random.randint(1, 10)
-            plans += [draw_plan(self._own_random, 100 + i, [PEER_MODEL], ["alice"], self.span_s) for i in range(count)]
         requests = [asyncio.create_task(self._request(plan)) for plan in plans]
         backgrounds = [self._make_background(number) for number in range(self._background_count)]
         requests += [asyncio.create_task(each.run()) for each in backgrounds]
@@ -565,7 +554,7 @@ class Story:
             os.utime(path, (number, number))
 
     def _make_background(self, number: int) -> BackgroundClient:
-        models = [*self.config.models, *([PEER_MODEL] if self._has_peers else [])]
+        models = [*self.config.models]
         plan = draw_background_plan(self._own_random, number, models, [*KEYS], self.span_s)
         may_use = self._may_use(plan.key, plan.model)
         return BackgroundClient(
@@ -581,7 +570,7 @@ class Story:
             call = HttpCall("GET", "/v1/models")
             await self._send(call, key, 39999)
             listed = [model["id"] for model in json.loads(call.body).get("data", ())]
-            if self._may_use(key, PEER_MODEL):
+            if self._may_use(key, UPSTREAM_MODEL):
                 listed = [name for name in listed if name in self.config.models]
             allowed = [model for model in self.config.models if self._may_use(key, model)]
             if listed != allowed and key in self.secrets and call.status != 429:

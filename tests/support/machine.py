@@ -11,13 +11,14 @@ import pytest
 from gateway.link.link import WorkerLink
 from gateway.link.sequence import Sequence
 from gateway.link.wire import WorkerGone
-from gateway.link.worker_connection import Connection, FrameSender, Report
+from gateway.link.worker_connection import Connection, Report
 from gateway.workers.supervisor.limits import WorkerLimits
 from gateway.workers.supervisor.ports import Effects
 from gateway.workers.supervisor.state import MemoryView, ModelUnavailable, State
 from gateway.workers.supervisor.worker import Worker
+from protocol.codec import decode_down, encode
 from protocol.failures import Code, Failure
-from protocol.from_worker import Delta, Finish, Hello, Pong, Ready, Step
+from protocol.from_worker import Delta, Finish, Hello, Pong, Ready, Step, Up
 from protocol.minors import MAJOR, MINOR
 from protocol.prompts import TextPrompt
 from protocol.spec import WorkerSpec
@@ -61,20 +62,19 @@ class FakeLink(WorkerLink):
     """The real link. Frames to workers go to lists of the world instead of sockets."""
 
     def __init__(self, world: "FakeWorld", events: "Recorder") -> None:
-        super().__init__(Path("/nowhere"), events, boot=77)
+        super().__init__(Path("/nowhere"), events, boot=77, make_wire=lambda down, up: _FakeWire(world))
         self._world = world
 
     def attach(
-        self,
-        name: str,
-        epoch: int,
-        post: Callable[[Report], None],
-        park: Callable[[Sequence], None],
-        sender: FrameSender | None = None,
+        self, name: str, epoch: int, post: Callable[[Report], None], park: Callable[[Sequence], None]
     ) -> Connection:
         self._world.attached.append(epoch)
         self._world.post = post
-        return super().attach(name, epoch, post, park, _Line(self._world, epoch))
+        return super().attach(name, epoch, post, park)
+
+    def deliver(self, message: Up) -> None:
+        """Handle a message of a worker."""
+        self._handle(encode(message))
 
     def detach(self, epoch: int) -> None:
         self._world.detached.append(epoch)
@@ -95,26 +95,34 @@ class FakeLink(WorkerLink):
         return self._sequences[rid]
 
 
-class _Line:
-    """The way to one epoch."""
+class _FakeWire:
+    """A wire to workers that receives nothing."""
 
-    def __init__(self, world: "FakeWorld", epoch: int) -> None:
+    is_open = True
+
+    def __init__(self, world: "FakeWorld") -> None:
         self._world = world
-        self._epoch = epoch
 
-    def prepare(self, request: Generate) -> Generate:
-        return request
+    def open(self) -> None: ...
+    def close(self) -> None: ...
+    def drop_greetings(self) -> None: ...
 
-    def send(self, message: Down, frame: bytes) -> None:
-        world = self._world
+    def watch(self, read: Callable[[], None]) -> Callable[[], None]:
+        return lambda: None
+
+    def receive(self) -> bytes | None:
+        return None
+
+    def send(self, identity: bytes, frame: bytes) -> None:
+        world, epoch = self._world, int(identity.rpartition(b"#")[2])
         if world.is_unreachable:
-            raise WorkerGone(f"#{self._epoch}")
-        match message:
+            raise WorkerGone(f"#{epoch}")
+        match message := decode_down(frame):
             case Ping():
                 world.pings += 1
             case Generate(rid):
                 if rid in world.begun:
-                    world.resumed.append((self._epoch, rid))
+                    world.resumed.append((epoch, rid))
                 world.begun.add(rid)
             case _:
                 world.sent.append(message)
@@ -380,7 +388,7 @@ class Machine:
 
     def say(self, epoch: int, *deltas: Delta) -> None:
         """A step of the worker."""
-        self.world.link.receive_from_peer(epoch, Step(epoch, 1, list(deltas)))
+        self.world.link.deliver(Step(epoch, 1, list(deltas)))
 
     def give_up(self, sequence: Sequence) -> None:
         """Its worker ends it, and not for any fault of its own."""

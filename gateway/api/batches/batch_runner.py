@@ -176,7 +176,7 @@ class BatchRunner:
         if caller is None:
             return ""
         try:
-            return self._services.router.resolve_here(name, caller).name
+            return self._services.router.resolve(name, caller).name
         except (ModelNotFound, BadRequest):
             return ""
 

@@ -95,7 +95,7 @@ class CatalogEntry:
 
 
 class Catalog:
-    """Models of the configuration and of peers that a caller may see."""
+    """Models of the configuration and of upstreams that a caller may see."""
 
     def __init__(self, services: Services) -> None:
         self.services = services
@@ -104,7 +104,7 @@ class Catalog:
 
     async def list(self, caller: Caller) -> list[CatalogEntry]:
         """Return the models that `caller` may use: configured models in order, each with its profiles and adapters,
-        then peers'.
+        then upstreams'.
         """
         services = self.services
         views = {view.name: view for view in services.pool.workers()}
@@ -115,7 +115,6 @@ class Catalog:
             for model in models
             for profile in ("", *(() if model.adapter else model.profiles))
         ]
-        targets += [(ResolvedName(model), view) for model, view in services.fleet.models() if caller.may_use(model)]
         if caller.may_leave:
             known = {target.model.name for target, _ in targets}
             targets += [

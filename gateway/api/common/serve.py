@@ -161,8 +161,7 @@ def begin_reading(
 class PreparedRequest:
     """Request that is ready to run on a model of `kind`.
 
-    The answer contains the log-probabilities of each prompt `repeats` times. A request that `stays_here` is not sent to
-    peers.
+    The answer contains the log-probabilities of each prompt `repeats` times.
     """
 
     services: Services
@@ -171,7 +170,6 @@ class PreparedRequest:
     generates: list[Generate]
     kind: str = TEXT
     repeats: int = 1
-    stays_here: bool = False
 
     async def stream(
         self,
@@ -217,7 +215,6 @@ class PreparedRequest:
             self.record,
             bind,
             kind=self.kind,
-            stays_here=self.stays_here,
             repeats=self.repeats,
         )
 
@@ -285,8 +282,7 @@ async def call_worker(
     with ExitStack() as held:
         held.enter_context(services.admission.tokenize_call(model, caller.key, share))
         charge = None if caller.meter is None else held.enter_context(caller.meter.tokenize_call(estimate))
-        if services.pool.find(model.name) is not None:
-            held.enter_context(services.pool.lease(model.name))
+        held.enter_context(services.pool.lease(model.name))
         answer = await _answer(services, record, model, make_call)
         if charge is not None:
             charge.prompt = answer.count
@@ -298,8 +294,6 @@ async def _answer(
 ) -> Tokenized:
     try:
         async with asyncio.timeout(services.config.server.queue_timeout_s or None):
-            if services.pool.find(model.name) is None:
-                return await services.fleet.call(model, make_call(services.link.next_rid()))
             worker = await services.pool.ensure_ready(model.name)
             check(model.name, model.path, worker.ready, record.media)
             call = make_call(services.link.next_rid())

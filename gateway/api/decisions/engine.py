@@ -6,7 +6,6 @@ and returns the log-probability of every label. An option's probability is that 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from enum import StrEnum
 from string import ascii_uppercase
 from typing import Any, Final
@@ -160,7 +159,7 @@ async def decide(
         return render(model.name, probabilities, vectors)
 
     job = await serve.prepare(services, record, model, lower)
-    await respond_vectors(replace(job, stays_here=True), 1, encode, receive, send)
+    await respond_vectors(job, 1, encode, receive, send)
 
 
 def as_text(value: Any) -> str:

@@ -12,7 +12,7 @@ from starlette.types import Receive
 
 from gateway.access.audit_log import Action, AuditActor, entry
 from gateway.config.settings import ModelConfig
-from gateway.errors import Forbidden, ModelNotFound, Unavailable, from_failure
+from gateway.errors import Forbidden, Unavailable, from_failure
 from gateway.http.sse import cut_off
 from gateway.request.opener import retry_after_s
 from gateway.request.record import ClientLeft, RequestRecord
@@ -31,19 +31,16 @@ async def load_or_unload(
     Any caller may load the model, as any request does. Unloading affects all callers. Raises `ApiError` and
     `ClientLeft`.
     """
-    if model.name not in services.config.models:
-        # A peer loads a model at the first request for it, and only the peer's own operator may unload the model.
-        if is_last:
-            usable = record.caller.usable(services.config.models.values())
-            raise ModelNotFound(model.name, [each.name for each in usable], "Models that are loaded here")
-        return LOADED
-    async with cut_off(record, receive):
-        if is_last:
-            authorize(services, record, "model.unload", model.name, "Unloading a model")
-            await services.pool.unload(model.name)
-            return UNLOADED
-        await _load(services, record, model)
-        return LOADED
+    try:
+        async with cut_off(record, receive):
+            if is_last:
+                authorize(services, record, "model.unload", model.name, "Unloading a model")
+                await services.pool.unload(model.name)
+                return UNLOADED
+            await _load(services, record, model)
+            return LOADED
+    except ModelUnavailable as error:
+        raise from_failure(error.failure, error.retry_after_s, is_operator=record.caller.is_admin) from None
     raise ClientLeft
 
 
@@ -56,8 +53,6 @@ async def _load(services: Services, record: RequestRecord, model: ModelConfig) -
         try:
             async with asyncio.timeout(queue_s or None):
                 await services.pool.ensure_ready(model.name)
-        except ModelUnavailable as error:
-            raise from_failure(error.failure, error.retry_after_s, is_operator=caller.is_admin) from None
         except TimeoutError:
             message = f"The model was not ready within {queue_s:g} seconds."
             raise Unavailable(message, retry_after_s(services.pool, model), "queue_timeout") from None

@@ -63,7 +63,7 @@ class PullEndpoint:
         files are on this machine.
         """
         try:
-            path = self._services.router.locate_here(name, record.caller).model.path
+            path = self._services.router.locate(name, record.caller).model.path
         except ModelNotFound:
             return name
         try:

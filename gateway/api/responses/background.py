@@ -19,7 +19,7 @@ from gateway.api.responses import response as out
 from gateway.api.responses.encoder import QueuedStream, ResponseRun
 from gateway.api.responses.event_log import EventLog, EventsGone, ReaderPosition
 from gateway.api.responses.journal import ResponseJournal, ResponseJournals
-from gateway.api.responses.journal_records import DeltaRecord, JournaledRequest, PlacementRecord, StartRecord
+from gateway.api.responses.journal_records import DeltaRecord, JournaledRequest, StartRecord
 from gateway.api.responses.store import Store, StoreBroken, done
 from gateway.errors import ApiError, BadRequest, Cancelled, Overloaded, Unavailable
 from gateway.http.direct_write import writer_of
@@ -62,8 +62,8 @@ _KEEPALIVE: Final = b": keep-alive\n\n"
 class Background:
     """One response, from its request until its events are dropped. Its task changes it; clients only read it.
 
-    `journal` is set before the task runs. `form` identifies the form of the model, here or at a peer, that generates
-    the tokens. `is_left` is set once the response has ended here and the next daemon is to resume it.
+    `journal` is set before the task runs. `is_left` is set once the response has ended here and the next daemon is to
+    resume it.
     """
 
     journal: ResponseJournal
@@ -77,7 +77,6 @@ class Background:
         self.encoder = QueuedStream(run)
         self.is_over = False
         self.is_left = False
-        self.form = ""
         # The generation is dropped when the response has ended, because it keeps the packed prompt with its media in
         # memory.
         self._generation: Generation | None = None
@@ -208,9 +207,6 @@ class Background:
 
     def _write(self, generation: Generation, deltas: list[Delta]) -> None:
         if deltas:
-            if generation.form != self.form:
-                self.form = generation.form
-                self.journal.append(PlacementRecord(self.form), b"")
             self.journal.append(DeltaRecord(deltas, generation.left_out), self.encoder.encode(deltas))
 
     def check(self) -> None:

@@ -75,15 +75,7 @@ class ShutdownRecord(Struct, frozen=True, array_like=True, tag=4):
     """Record of an orderly shutdown of the daemon: all earlier records are on the disk."""
 
 
-class PlacementRecord(Struct, frozen=True, array_like=True, tag=5):
-    """Record that the response moved to a worker here or at a peer. `form` is the form of the model there, which
-    generates the following deltas.
-    """
-
-    form: str
-
-
-Record = BeginRecord | StartRecord | DeltaRecord | ShutdownRecord | PlacementRecord
+Record = BeginRecord | StartRecord | DeltaRecord | ShutdownRecord
 
 
 @dataclass(frozen=True, slots=True)

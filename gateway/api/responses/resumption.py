@@ -25,15 +25,13 @@ from gateway.api.responses.journal_records import (
     DeltaRecord,
     JournaledRequest,
     NotUnderstood,
-    PlacementRecord,
     ShutdownRecord,
     StartRecord,
 )
 from gateway.api.responses.journal_records import (
     Record as JournalRecord,
 )
-from gateway.config.settings import ModelConfig
-from gateway.errors import ApiError, ModelNotFound, Unauthorized, Unavailable
+from gateway.errors import ApiError, Unauthorized, Unavailable
 from gateway.request.generation import Generation
 from gateway.request.record import RequestRecord
 from gateway.services import Services
@@ -46,9 +44,6 @@ log = logging.getLogger(__name__)
 
 # If this many consecutive daemons ended without generating a token of a response, the response may be the cause.
 FRUITLESS_DAEMONS_MAX: Final = 5
-# A response whose model only peers have waits at most this long for a peer.
-PEERS_TIMEOUT_S: Final = 30.0
-PEERS_POLL_S: Final = 0.2
 # A store that cannot be read is asked again this often, and with this delay.
 STORE_TRIES: Final = 3
 STORE_RETRY_S: Final = 0.3
@@ -179,8 +174,7 @@ class Resumption:
         caller = services.keyring.named(request.key, request.tenant)
         if caller is None:
             raise Unauthorized("The API key that asked for this response is no longer in force.", None)
-        form = background.form if replayed.token_ids else None
-        model = await self._model(background, request, partial(services.router.resolve, request.model, caller), form)
+        model = services.router.resolve(request.model, caller)
         if model.root != request.path:
             raise Unavailable(f"The model {model.name!r} has other weights than when this response was begun.")
         lease, media_lease = services.bodies.lease(), services.media.lease()
@@ -202,30 +196,7 @@ class Resumption:
         generate = replayed.rest_of(request.generate, services.link.next_rid(), deadline_ms)
         packed = await services.bodies.work(record.body_bytes + record.media_bytes, pack, [generate])
         background.check()
-        return held.enter_context(Generation(services, model, packed, record, background.run.bind, form=form or ""))
-
-    async def _model(
-        self, background: Background, request: JournaledRequest, resolve: Callable[[], ModelConfig], form: str | None
-    ) -> ModelConfig:
-        """Return the model. If only peers have it, wait until a peer has it in the same form. Raises `ApiError`."""
-        services, loop = self._services, asyncio.get_running_loop()
-        end = loop.time() + PEERS_TIMEOUT_S
-        while True:
-            try:
-                model = resolve()
-            except ModelNotFound as error:
-                failure: ApiError = error
-            else:
-                if request.path or model.path or services.fleet.has(model, form):
-                    return model
-                message = f"No peer has the model {model.name!r} in the form that began this response."
-                failure = Unavailable(message, code="no_peer_available")
-            if request.path or not services.fleet.nodes or loop.time() >= end:
-                raise failure
-            if services.admission.is_draining:
-                background.leave()
-            background.check()
-            await asyncio.sleep(PEERS_POLL_S)
+        return held.enter_context(Generation(services, model, packed, record, background.run.bind))
 
 
 def replay(background: Background, records: list[JournalRecord]) -> ReplayedResponse:
@@ -249,8 +220,6 @@ def replay(background: Background, records: list[JournalRecord]) -> ReplayedResp
                 events.add(encoder.encode(deltas))
                 replayed.token_ids += [token for delta in deltas for token in delta.token_ids]
                 replayed.left_out, replayed.fruitless = left_out, 0
-            case PlacementRecord(form):
-                background.form = form
             case ShutdownRecord():
                 pass
         is_certain = isinstance(record, ShutdownRecord)

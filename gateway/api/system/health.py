@@ -71,7 +71,7 @@ def _model_readiness(name: str, scope: Scope, services: Services, reasons: list[
     Raises `ModelNotFound`, also for a model that the caller may not use.
     """
     caller = record_of(scope).caller
-    worker = services.pool.worker(services.router.locate_here(name, caller).model.name)
+    worker = services.pool.worker(services.router.locate(name, caller).model.name)
     if not worker.is_ready:
         # A READY worker that is not ready to serve is waiting, because its memory is needed elsewhere.
         is_held = worker.state is State.READY

@@ -83,7 +83,7 @@ class UpstreamFallback:
             await self._forward(forwarding, scope, receive, send)
 
     def _local(self, name: str, caller: Caller) -> ModelConfig | None:
-        """Find a model of this daemon or its peers. None if the caller may use no model of that name."""
+        """Find a model of this daemon. None if the caller may use no model of that name."""
         try:
             return self._services.router.locate(name, caller).model
         except (ModelNotFound, BadRequest):

@@ -12,8 +12,8 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from gateway.config.peer_tables import read_secret
 from gateway.config.remote_settings import UpstreamConfig
+from gateway.config.upstream_tables import read_secret
 from gateway.remote.http_client import make_client
 from protocol.codec import BYTES_PER_TOKEN, UNREADABLE
 

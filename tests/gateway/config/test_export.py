@@ -13,7 +13,7 @@ from msgspec.structs import fields
 from gateway.access.key_file import has_keys
 from gateway.config.export import schema, to_json, to_toml, toml_value
 from gateway.config.load import load_config
-from gateway.config.remote_settings import PeerConfig, UpstreamConfig
+from gateway.config.remote_settings import UpstreamConfig
 from gateway.config.settings import (
     NOT_IN_FILE,
     AudioConfig,
@@ -128,7 +128,6 @@ def keys_of(table: type[Struct]) -> Iterator[tuple[str, str]]:
         ("## `[audio]`", AudioConfig),
         ("## `[batches]`", BatchesConfig),
         ("## `[ui]`", UiConfig),
-        ("## `[peers.NAME]`", PeerConfig),
         ("## `[upstreams.NAME]`", UpstreamConfig),
         ("### `group`", GroupConfig),
         ("### `fallback`", FallbackConfig),
@@ -165,7 +164,6 @@ def test_the_schema_has_the_keys_of_the_file_and_allows_units() -> None:
         "batches",
         "ui",
         "models",
-        "peers",
         "upstreams",
     }
     for table in (

@@ -13,7 +13,7 @@ from gateway.access.keyring import Keyring
 from gateway.app import admin_routes
 from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.errors import Unauthorized
-from gateway.middleware.auth import HEALTH, INTERNAL
+from gateway.middleware.auth import HEALTH
 from gateway.reload import Reloader
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.prometheus import Exposition
@@ -96,8 +96,6 @@ async def test_no_route_but_the_health_answers_without_a_key(gateway: Gateway) -
 async def test_every_route_takes_a_key_either_way(gateway: Gateway, home: Path) -> None:
     secret = make(home, "every-route")
     for method, path in routes(gateway):
-        if path.startswith(INTERNAL):
-            continue  # for keys of another role: tests/gateway/remote/peers
         for headers in (bearer(secret), {"authorization": f"bearer  {secret}"}, {"x-api-key": secret}):
             answer = await gateway.client.request(method, path, headers=headers, json={})
             assert answer.status_code == 403 if path == "/metrics" else answer.status_code not in (401, 403), path
@@ -315,7 +313,6 @@ async def test_every_route_that_takes_a_model_is_among_those_tested_for_scopes(g
     # A pull is only for an admin. Files and batches have requests in them: tests/gateway/api/batches.
     tested = {path for path, _ in asking("m")} | {"/api/pull", "/v1/files", "/v1/batches", "/v1/messages/batches"}
     posts = {path for method, path in routes(gateway) if method == "POST" and not path.endswith("/cancel")}
-    posts = {path for path in posts if not path.startswith(INTERNAL)}
 
     assert posts == tested
 

@@ -8,16 +8,11 @@ from typing import Any
 
 import jsonschema
 import pytest
-from starlette.types import Message
 
-from gateway.access.caller import Caller
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
 from gateway.api.ollama.encoder import ChatForm, LineStream
-from gateway.api.ollama.load_orders import load_or_unload
-from gateway.config.patterns import Pattern
 from gateway.config.settings import ModelConfig, ServerConfig
-from gateway.errors import ModelNotFound
 from gateway.http.sse import JSON_LINES, StreamTiming, respond_stream
 from gateway.request.generation import Generation
 from gateway.request.record import RequestRecord
@@ -265,18 +260,6 @@ async def test_no_time_to_keep_a_model_unloads_it_which_as_downloads_needs_an_ad
         written = (tmp_path / "logs" / "audit.log").read_text()
         assert '"action":"model.unload","target":"m"' in written
         assert '"key":"boss"' in written
-
-
-async def test_an_unload_of_a_peers_model_names_only_the_models_of_its_key(gateway: Gateway) -> None:
-    async def silence() -> Message:
-        raise AssertionError("a refusal comes before any wait")
-
-    elsewhere = ModelConfig(name="elsewhere", path="")
-    for models, named in (None, True), ((Pattern("elsewhere"),), False):
-        record = RequestRecord("one", "POST", GENERATE, caller=Caller(key="k", models=models))
-        with pytest.raises(ModelNotFound) as refused:
-            await load_or_unload(gateway.app.services, record, elsewhere, silence, is_last=True)
-        assert refused.value.message.endswith(": m." if named else ": .")
 
 
 async def test_requests_of_a_key_are_counted_and_questions_about_models_are_not(tmp_path: Path) -> None:

@@ -69,8 +69,6 @@ async def test_every_route_is_in_it_and_nothing_else(gateway: Gateway) -> None:
         (method, route.path.replace(":path}", "}"))
         for route in gateway.app.routes
         for method in (route.methods or set()) - {"HEAD"}
-        # Between daemons, in a form of their own.
-        if not route.path.startswith("/internal/")
     }
 
     assert {(method.upper(), path) for path, methods in document()["paths"].items() for method in methods} == served

@@ -1,1 +1,0 @@
-"""Endpoints that other daemons call."""

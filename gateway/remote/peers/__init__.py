@@ -1,1 +1,0 @@
-"""Other daemons whose models this daemon serves, the choice among them, and failover of their streams."""

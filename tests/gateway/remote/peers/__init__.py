@@ -1,1 +1,0 @@
-"""Peers: two gateways and more on one loop, with scripted workers."""
