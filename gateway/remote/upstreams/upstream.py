@@ -14,18 +14,14 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.access.caller import Caller
 from gateway.access.rate_limit import EXPECTED_COMPLETION, Meter, UsageCharge
 from gateway.api.anthropic.response import anthropic_body
 from gateway.config.remote_settings import UpstreamConfig
-from gateway.config.settings import FallbackConfig, ModelConfig
 from gateway.errors import (
     ApiError,
     BadRequest,
     Cancelled,
     Forbidden,
-    ModelNotFound,
-    Overloaded,
     Unavailable,
     openai_body,
 )
@@ -44,8 +40,6 @@ log = logging.getLogger(__name__)
 RETRY_AFTER_S: Final = 5.0
 # A larger event of an upstream is passed on before its end.
 EVENT_BYTES_MAX: Final = 256 * 1024
-# A request that fails with one of these codes is never sent to an upstream.
-_NO_FALLBACK_CODES: Final = frozenset({"draining", "cancelled", "body_memory_full"})
 
 
 class UpstreamFallback:
@@ -66,39 +60,22 @@ class UpstreamFallback:
         record = record_of(scope)
         body = await read_body(scope, receive, services.config.server.max_body_bytes)
         fields = await services.bodies.work(len(body), read_routed_fields, body)
-        name, model = fields.model, self._local(fields.model, record.caller)
-        owners = [upstream for upstream in services.config.upstreams.values() if name in upstream.models]
-        if model is None and owners and record.caller.may_use(ModelConfig(name=name, path="")):
+        name, router = fields.model, services.router
+        if owners := router.upstreams_of(name, record.caller):
             await self._forward(_ForwardedRequest(name, body, bool(fields.stream), owners, None), scope, receive, send)
             return
         started = _StartedSend(send)
         try:
             await self._endpoint(scope, _replay(body, receive), started)
         except ApiError as error:
-            forwarding = self._fallback(model, body, bool(fields.stream), error, record.caller)
-            if forwarding is None or started.is_started:
+            model, owners = router.fallback(name, record.caller, self._dialect, error)
+            if not owners or started.is_started:
                 raise
             log.warning("request %s for %s leaves: %s", record.id, name, error.message)
             record.headers = []
-            await self._forward(forwarding, scope, receive, send)
-
-    def _local(self, name: str, caller: Caller) -> ModelConfig | None:
-        """Find a model of this daemon. None if the caller may use no model of that name."""
-        try:
-            return self._services.router.locate(name, caller).model
-        except (ModelNotFound, BadRequest):
-            return None
-
-    def _fallback(
-        self, model: ModelConfig | None, body: bytes, is_stream: bool, error: ApiError, caller: Caller
-    ) -> "_ForwardedRequest | None":
-        # Upstreams do not have the weights of this daemon's adapters.
-        if model is None or model.adapter or not caller.may_leave or not _is_fallback_case(model.fallback, error):
-            return None
-        named = [self._services.config.upstreams[name] for name in model.fallback.to]
-        owners = [upstream for upstream in named if model.name in upstream.models]
-        same = [upstream for upstream in owners if upstream.dialect == self._dialect]
-        return _ForwardedRequest(model.name, body, is_stream, same, error) if same else None
+            await self._forward(
+                _ForwardedRequest(model, body, bool(fields.stream), owners, error), scope, receive, send
+            )
 
     async def _forward(self, forwarding: "_ForwardedRequest", scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response of the first upstream that responds. Raises `ApiError` if none does."""
@@ -352,19 +329,6 @@ class _UpstreamRequest:
 
 def _is_for_client(refusal: UpstreamResponse) -> bool:
     return refusal.is_of_api and not refusal.is_about_key
-
-
-def _is_fallback_case(fallback: FallbackConfig, error: ApiError) -> bool:
-    """Whether a request for the model may be sent to an upstream after this error."""
-    if error.code in _NO_FALLBACK_CODES:
-        return False
-    is_queue = isinstance(error, Overloaded) or error.code == "queue_timeout"
-    kinds = {
-        "queue": is_queue,
-        "context": error.code == "context_length_exceeded",
-        "unavailable": error.status == 503 and not is_queue,
-    }
-    return any(kinds[when] for when in fallback.when)
 
 
 def _estimate(forwarding: _ForwardedRequest, body: UpstreamBody, meter: Meter) -> float:

@@ -1,4 +1,4 @@
-"""`[upstreams.NAME]`: what makes an upstream, and what is refused with its line; and the table of peers, which is no more."""
+"""`[upstreams.NAME]`: what makes an upstream, and what is refused with its line. Peers are no more."""
 
 from pathlib import Path
 

@@ -5,8 +5,9 @@ import pytest
 
 from gateway.access.caller import OWNER, Caller
 from gateway.config.patterns import Pattern
-from gateway.config.settings import ModelConfig, ProfileConfig, SamplingDefaults, ThinkingDefaults
-from gateway.errors import BadRequest, ModelNotFound
+from gateway.config.remote_settings import UpstreamConfig
+from gateway.config.settings import FallbackConfig, ModelConfig, ProfileConfig, SamplingDefaults, ThinkingDefaults
+from gateway.errors import BadRequest, ModelNotFound, Overloaded, Unavailable
 from gateway.request.routing import Router
 
 
@@ -262,3 +263,28 @@ def test_a_generation_config_that_makes_no_sense_is_not_used(tmp_path: Path, tex
     (tmp_path / "generation_config.json").write_text(text)
 
     assert Router({"m": ModelConfig(name="m", path=str(tmp_path))}).resolve("m", OWNER).sampling == SamplingDefaults()
+
+
+CLOUD = UpstreamConfig(name="cloud", url="https://a/v1", models={"m": "vendor/m", "far": "vendor/far"})
+
+
+def test_a_model_of_upstreams_alone_is_theirs_for_whoever_may_use_it() -> None:
+    routes = Router({"m": ModelConfig(name="m", path="m")}, upstreams={"cloud": CLOUD})
+
+    assert routes.upstreams_of("far", OWNER) == [CLOUD]
+    assert routes.upstreams_of("m", OWNER) == []
+    assert routes.upstreams_of("nowhere", OWNER) == []
+    assert routes.upstreams_of("far", Caller(key="k", models=(Pattern("m"),))) == []
+
+
+def test_a_request_falls_back_in_the_cases_and_to_the_upstreams_that_its_model_names() -> None:
+    fallback = FallbackConfig(to=("cloud",), when=("queue",))
+    model = ModelConfig(name="m", path="m", aliases=("alias",), fallback=fallback)
+    routes = Router({"m": model, "other": ModelConfig(name="other", path="o")}, upstreams={"cloud": CLOUD})
+    full, lost = Overloaded("full", 1.0), Unavailable("lost")
+
+    assert routes.fallback("alias", OWNER, "openai", full) == ("m", [CLOUD])
+    assert routes.fallback("m", OWNER, "anthropic", full)[1] == []
+    assert routes.fallback("m", OWNER, "openai", lost)[1] == []
+    assert routes.fallback("other", OWNER, "openai", full)[1] == []
+    assert routes.fallback("m", Caller(key="k"), "openai", full)[1] == []
