@@ -54,7 +54,7 @@ class Setup(Struct, frozen=True):
 
 
 class Client(Struct, frozen=True):
-    """What is known of one client: how its settings are made, the command that installs it, and the context that its
+    """A client: the function that makes its settings, the command that installs it, and the context that its
     instructions, its tools and some turns need.
     """
 

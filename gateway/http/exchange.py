@@ -1,5 +1,6 @@
 """Parts of HTTP that all endpoints share: reading a body within a limit, and sending one whole answer."""
 
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -57,9 +58,21 @@ async def send_body(
     send: Send, status: int, body: bytes, headers: list[Header] | None = None, kind: bytes = JSON
 ) -> None:
     """Send one whole answer."""
-    sent: list[Header] = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *(headers or [])]
+    await send_parts(send, status, [memoryview(body)], headers, kind)
+
+
+async def send_parts(
+    send: Send,
+    status: int,
+    parts: Sequence[memoryview],
+    headers: list[Header] | None = None,
+    kind: bytes = JSON,
+) -> None:
+    """Send one whole answer that is not in one place in memory."""
+    size = sum(map(len, parts))
+    sent: list[Header] = [(b"content-type", kind), (b"content-length", str(size).encode()), *(headers or [])]
     await send({"type": "http.response.start", "status": status, "headers": sent})
-    last = max(0, len(body) - 1) // SLICE_BYTES * SLICE_BYTES
-    for at in range(0, last, SLICE_BYTES):
-        await send({"type": "http.response.body", "body": body[at : at + SLICE_BYTES], "more_body": True})
-    await send({"type": "http.response.body", "body": body[last:], "more_body": False})
+    slices = [part[at : at + SLICE_BYTES] for part in parts for at in range(0, len(part), SLICE_BYTES)]
+    for piece in slices[:-1]:
+        await send({"type": "http.response.body", "body": bytes(piece), "more_body": True})
+    await send({"type": "http.response.body", "body": bytes(slices[-1]) if slices else b"", "more_body": False})

@@ -3,7 +3,7 @@ stall are detected.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -13,7 +13,7 @@ from starlette.types import Receive, Send
 
 from gateway.errors import ApiError, InternalError
 from gateway.http.encoder import Fold, StreamEncoder
-from gateway.http.exchange import CLIENT_CLOSED, ResponseSender, send_body
+from gateway.http.exchange import CLIENT_CLOSED, SLICE_BYTES, ResponseSender, send_parts
 from gateway.request.generation import Generation
 from gateway.request.record import ChunkWriter, Header, RequestRecord
 from protocol.from_worker import Progress
@@ -30,6 +30,8 @@ _UNBUFFERED: Final[tuple[Header, ...]] = (
 EncodeProgress = Callable[[Progress], bytes]
 # Function that returns the slices in which large events are sent; None for events that are sent as they are.
 SliceEvents = Callable[[bytes], Iterator[bytes] | None]
+# Function that returns the parts of a whole answer with large fields of the request.
+SplitAnswer = Callable[[bytes], Sequence[memoryview]]
 HEADERS: Final[tuple[Header, ...]] = ((b"content-type", EVENTS), *_UNBUFFERED)
 
 
@@ -153,6 +155,8 @@ class _ResponseStream:
         self._keepalive_s = pace.keepalive_s
         self._hold_until = self._loop.time() + pace.hold_s
         self._is_started = False
+        # Events of more than a slice, which `send` writes when the client takes them.
+        self._large = b""
 
     async def run(self) -> ApiError | None:
         """Write the whole stream.
@@ -199,8 +203,8 @@ class _ResponseStream:
         while True:
             on_unread = self._write_unread if self._is_started and self._writer is not None else None
             deltas = await generation.read(self._read_timeout_s(), on_unread)
-            data = encode(deltas)
-            if not (data and self._is_started and generation.is_running):
+            data = self._take_large() + encode(deltas)
+            if not (data and self._is_started and generation.is_running) or len(data) > SLICE_BYTES:
                 break
             await watch.write(self._send, data)
         await self._turn(data, is_silent=not deltas)
@@ -208,15 +212,22 @@ class _ResponseStream:
     def _write_unread(self) -> bool:
         """Write unread deltas without waking this task.
 
-        Returns False, and writes nothing, if the client cannot take more now.
+        Returns False, and writes nothing, if the client cannot take more now, or all of it at once.
         """
         writer = self._writer
         if writer is None or not writer.is_open:
             return False
         data = self._encoder.encode(self._generation.read_now())
+        if len(data) > SLICE_BYTES:
+            self._large = data
+            return False
         if data:
             writer.write(data)
         return True
+
+    def _take_large(self) -> bytes:
+        data, self._large = self._large, b""
+        return data
 
     async def _turn(self, data: bytes, is_silent: bool) -> None:
         """Handle what has ended the loop of `_flow`: the beginning or end of a sequence, a failure, or silence."""
@@ -278,7 +289,7 @@ async def respond_stream(
 ) -> ApiError | None:
     """Answer with the events of `generation`, as a stream of the content type `kind`. `on_progress` makes an event of
     each progress of the prefill; without it there are none. `slice_events` slices the events that may be large: those
-    at the beginning and the end, and keep-alives.
+    at the beginning and the end, and of whole items.
 
     Raises `ApiError` only before the status is sent; returns a later error.
     """
@@ -293,12 +304,21 @@ async def respond_stream(
 
 
 async def respond_whole(
-    generation: Generation, fold: Fold, record: RequestRecord, receive: Receive, send: Send
+    generation: Generation,
+    fold: Fold,
+    record: RequestRecord,
+    receive: Receive,
+    send: Send,
+    split_answer: SplitAnswer | None = None,
 ) -> None:
-    """Answer with one whole body. Raises `ApiError`."""
+    """Answer with one whole body. `split_answer` returns its parts if the result of `fold` is not all of it.
 
+    Raises `ApiError`.
+    """
     async with cut_off(record, receive):
-        await send_body(send, 200, await folded(generation, fold), generation.headers)
+        result = await folded(generation, fold)
+        parts = [memoryview(result)] if split_answer is None else split_answer(result)
+        await send_parts(send, 200, parts, generation.headers)
 
 
 async def folded(generation: Generation, fold: Fold) -> bytes:

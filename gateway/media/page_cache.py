@@ -11,7 +11,7 @@ CACHE_MAX_BYTES: Final = 64 * 1024 * 1024
 
 
 class PageCacheKey(Struct, frozen=True):
-    """What the pages of a PDF depend on, and the key whose request it was in: keys share nothing."""
+    """Key of the pages of a PDF: everything that they depend on, and the API key, because keys share nothing."""
 
     owner: str
     digest: bytes

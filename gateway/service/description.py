@@ -116,7 +116,7 @@ class ServiceState(HostFacts, frozen=True):
 
 
 class ServiceManager(Protocol):
-    """What the module for launchd or the one for systemd provides."""
+    """Functions of the module for launchd and of the one for systemd."""
 
     def install(self, service: Service) -> list[Action]: ...
     def uninstall(self, service: Service) -> list[Action]: ...

@@ -29,7 +29,7 @@ class ServiceFailed(CommandFailed):
 
 
 class InstallMachine(Protocol):
-    """What actions need of the machine. Tests implement it, because they have no launchd."""
+    """Calls to the machine that actions need. Tests implement it, because they have no launchd."""
 
     def run(self, argv: tuple[str, ...]) -> tuple[int, str]:
         """Run a command, and return its exit status and output."""

@@ -9,7 +9,7 @@ from gateway.request.record import RequestRecord
 
 
 class ExtrasSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """What an answer has in addition; `timing` asks for the request's times and counts."""
+    """Additions to an answer that a request asks for; `timing` is the request's times and counts."""
 
     timing: bool = False
 

@@ -20,6 +20,7 @@ from gateway.http.sse import (
     EVENTS,
     EncodeProgress,
     SliceEvents,
+    SplitAnswer,
     StreamTiming,
     respond_stream,
     respond_whole,
@@ -201,10 +202,10 @@ class PreparedRequest:
                 slice_events,
             )
 
-    async def whole(self, fold: Fold, receive: Receive, send: Send) -> None:
-        """Generate, and answer with one whole body. Raises `ApiError`."""
+    async def whole(self, fold: Fold, receive: Receive, send: Send, split_answer: SplitAnswer | None = None) -> None:
+        """Generate, and answer with one whole body, of which `split_answer` returns the parts. Raises `ApiError`."""
         with self.generation(fold.bind) as generation:
-            await respond_whole(generation, fold, self.record, receive, send)
+            await respond_whole(generation, fold, self.record, receive, send, split_answer)
 
     def generation(self, bind: Callable[[Sequence[int]], None]) -> Generation:
         """Return the generation of the request. Entering it takes the leases."""

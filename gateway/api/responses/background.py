@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.common.extras import ExtrasSpec, extras_of, no_extras
 from gateway.api.common.serve import PreparedRequest
 from gateway.api.responses import response as out
+from gateway.api.responses.echo import large_values
 from gateway.api.responses.encoder import QueuedStream, ResponseRun
 from gateway.api.responses.event_log import EventLog, EventsGone, ReaderPosition
 from gateway.api.responses.journal import ResponseJournal, ResponseJournals
@@ -73,7 +74,7 @@ class Background:
         self.tenant = tenant
         self.run = run
         self._stored = stored
-        self.events = EventLog(repeated=out.echoes(run.response))
+        self.events = EventLog(echo=large_values(run.response))
         self.encoder = QueuedStream(run)
         self.is_over = False
         self.is_left = False
@@ -216,12 +217,10 @@ class Background:
         if self.is_left:
             raise Unavailable("The server stopped.")
 
-    async def answer(
-        self, after: int, scope: Scope, receive: Receive, send: Send, write_timeout_s: float, echo: bytes
-    ) -> None:
+    async def answer(self, after: int, scope: Scope, receive: Receive, send: Send, write_timeout_s: float) -> None:
         """Stream the events after event number `after`, up to the last. If the client leaves, the response continues.
 
-        `echo` contains the values that the events repeat. Raises `BadRequest` and `Unavailable` before the first byte.
+        Raises `BadRequest` and `Unavailable` before the first byte.
         """
         record, place, writer = record_of(scope), ReaderPosition(after + 1), writer_of(scope)
         try:
@@ -233,7 +232,7 @@ class Background:
             await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *record.headers]})
             more = True
             while more:
-                data, place, more = await self._next_bytes(place, echo)
+                data, place, more = await self._next_bytes(place)
                 if not (data or more) and (self.is_left or place.offset):
                     watch.is_over = True
                     break
@@ -253,14 +252,14 @@ class Background:
             if writer is not None:
                 writer.cut_off()
 
-    async def _next_bytes(self, place: ReaderPosition, echo: bytes) -> tuple[bytes, ReaderPosition, bool]:
+    async def _next_bytes(self, place: ReaderPosition) -> tuple[bytes, ReaderPosition, bool]:
         """Return the next bytes to send, the position after them, and whether more follow.
 
         The bytes may end in the middle of an event.
         """
         events = self.events
         try:
-            data, place = await events.read(place, DEFAULT_PACE.keepalive_s, echo)
+            data, place = await events.read(place, DEFAULT_PACE.keepalive_s)
         except EventsGone:
             last = b"" if place.offset else out.error_bytes("events_gone", EVENTS_GONE_MESSAGE, place.number)
             return last, place, False

@@ -4,7 +4,7 @@ All events about a response repeat these fields. A large one is encoded once, as
 in the response. An event is encoded with a gap in its place, and the value is sent in slices.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -89,9 +89,14 @@ def with_large_encoded(response: out.Response) -> out.Response:
     return msgspec.structs.replace(response, **large) if large else response
 
 
+def large_values(response: out.Response) -> dict[int, memoryview]:
+    """Return the encoded large fields by the numbers of their gaps."""
+    return {number: memoryview(value) for number, (_, value) in enumerate(_fields(response)) if isinstance(value, Raw)}
+
+
 def large_bytes(response: out.Response) -> int:
     """Return the size of the encoded large fields."""
-    return sum(len(memoryview(value)) for _, value in _fields(response) if isinstance(value, Raw))
+    return sum(map(len, large_values(response).values()))
 
 
 def without_large(response: out.Response) -> out.Response:
@@ -101,13 +106,25 @@ def without_large(response: out.Response) -> out.Response:
 
 
 def with_gaps(response: out.Response) -> out.Response:
-    """Return the response with gaps in place of its large fields, for an event that `slices` sends."""
-    large = {
-        name: Raw(_GAP + b"%d" % number)
-        for number, (name, value) in enumerate(_fields(response))
-        if isinstance(value, Raw)
-    }
+    """Return the response with gaps in place of its large fields, for JSON that is sent in parts."""
+    names = list(_EMPTY)
+    large = {names[number]: Raw(_GAP + b"%d" % number) for number in large_values(response)}
     return msgspec.structs.replace(response, **large) if large else response
+
+
+def pieces(data: bytes) -> list[bytes | int]:
+    """Split JSON at its gaps: the number of each gap stands between two pieces."""
+    first, *rest = data.split(_GAP)
+    split: list[bytes | int] = [first]
+    for piece in rest:
+        split += [int(piece[:1]), piece[1:]]
+    return split
+
+
+def parts(response: out.Response, data: bytes) -> Sequence[memoryview]:
+    """Return JSON in parts, with the large fields of the response in its gaps."""
+    values = large_values(response)
+    return [values[piece] if isinstance(piece, int) else memoryview(piece) for piece in pieces(data)]
 
 
 def slices(response: out.Response, data: bytes, writer: EventWriter | None) -> Iterator[bytes] | None:
@@ -120,14 +137,9 @@ def slices(response: out.Response, data: bytes, writer: EventWriter | None) -> I
 
 
 def _slices(response: out.Response, data: bytes, writer: EventWriter | None) -> Iterator[bytes]:
-    values = [value for _, value in _fields(response)]
-    first, *rest = data.split(_GAP)
-    parts = [memoryview(first)]
-    for part in rest:
-        parts += [memoryview(values[int(part[:1])]), memoryview(part)[1:]]
     if writer is not None:
         writer.is_within_event = True
-    for part in parts:
+    for part in parts(response, data):
         for at in range(0, len(part), SLICE_BYTES):
             yield bytes(part[at : at + SLICE_BYTES])
     if writer is not None:

@@ -11,7 +11,7 @@ from msgspec import Struct
 from gateway.api.common.extras import MakeExtras, no_extras
 from gateway.api.responses import response as out
 from gateway.api.responses.diagnostics import MakeDiagnostics, no_diagnostics
-from gateway.api.responses.echo import slices, with_gaps, without_large
+from gateway.api.responses.echo import parts, slices, with_gaps, without_large
 from gateway.api.responses.items import ResponseOutput
 from gateway.errors import ApiError
 from gateway.http.direct_write import EventWriter
@@ -163,7 +163,11 @@ class ResponseEncoder:
 
     def result(self) -> bytes:
         self._run.output.close()
-        return _encode(self._run.complete())
+        return _encode(with_gaps(self._run.complete()))
+
+    def parts(self, data: bytes) -> Sequence[memoryview]:
+        """Return the parts of the whole answer, whose large fields are not in `result`."""
+        return parts(self._run.response, data)
 
     def _write(self, events: Sequence[Struct]) -> bytes:
         data, self._number = out.stream_bytes(events, self._number)
@@ -181,10 +185,10 @@ class QueuedStream(ResponseEncoder):
     def queued(self) -> bytes:
         """Return the events of a response that has not started."""
         self._number = 0
-        response = self._run.response
+        response = with_gaps(self._run.response)
         return self._write([out.ResponseCreated(response), out.ResponseQueued(response)])
 
     def started(self) -> bytes:
         """Return the event of the response's start on a worker."""
         self._run.response = msgspec.structs.replace(self._run.response, status="in_progress")
-        return self._write([out.InProgress(self._run.response)])
+        return self._write([out.InProgress(with_gaps(self._run.response))])

@@ -21,7 +21,7 @@ from gateway.api.responses.compact import SummaryFold, summary_request
 from gateway.api.responses.diagnostics import diagnostics_of
 from gateway.api.responses.echo import echo, large_bytes, with_large_encoded
 from gateway.api.responses.encoder import ResponseEncoder, ResponseRun
-from gateway.api.responses.history import ResponseHistory, id_of, numbered, with_stored_media
+from gateway.api.responses.history import ResponseHistory, id_of, numbered, stem_of, with_stored_media
 from gateway.api.responses.items import ResponseOutput
 from gateway.api.responses.journal import ResponseJournals
 from gateway.api.responses.journal_records import JournaledRequest
@@ -145,21 +145,24 @@ class Responses:
         if request.generate is False:
             prompt = prewarming(prompt)
         job = await serve.prepare(services, record, model, _lowering(request, prompt, model, seed))
-        run, inputs = await self._run(request, box, model, record, prompt.media)
-        record.answer_id = run.response.id
-        if turn is not None and (not run.response.store or turn.conversation(request.previous_response_id)):
+        is_stored = self._history.is_on and request.store is not False
+        response = echo(request, box, model, id_of(secrets.token_hex(20)), serve.now(), is_stored)
+        run, inputs = await self._run(request, response, box, record, prompt.media)
+        record.answer_id = response.id
+        if turn is not None and (not is_stored or turn.conversation(request.previous_response_id)):
             run.keep = _both(run.keep, turn.keeper([*before, *request.items], record.body_bytes))
-        if request.background:
-            await self._start(run, job, inputs, scope, receive, send)
-            return
-        encoder = ResponseEncoder(run)
-        if not request.stream:
-            await job.whole(encoder, receive, send)
-            return
+        background = self._started(run, job, response, inputs) if request.background else None
+        encoder, is_stream = ResponseEncoder(run), request.stream
         if turn is not None:
             turn.begin(request, before, run, encoder)
-        # The response has the large fields encoded: the decoded ones are not kept as long as the stream.
-        del request, before, box, prompt
+        # The run has the large fields encoded: the decoded ones are not kept until the answer ends.
+        del request, response, before, box, prompt, inputs
+        if background is not None:
+            await self._send_background(background, scope, receive, send)
+            return
+        if not is_stream:
+            await job.whole(encoder, receive, send, encoder.parts)
+            return
         self._running[run.response.id] = (record.caller.owner, run)
         slice_events = partial(encoder.slices, writer=writer_of(scope))
         try:
@@ -282,50 +285,50 @@ class Responses:
         model, seed = serve.begin(services, record, request.model, *asked, ignored)
         return model, seed, await serve.read_media(services, record, model, prompt, self._history.media(record))
 
-    async def _start(
-        self,
-        run: ResponseRun,
-        job: serve.PreparedRequest,
-        inputs: list[InputItem],
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        """Start a background response. Answer with its state, or with its events if the request asks for a stream."""
-        record = job.record
+    def _started(
+        self, run: ResponseRun, job: serve.PreparedRequest, response: out.Response, inputs: list[InputItem]
+    ) -> Background:
+        """Start a background response."""
         if not self._history.is_on:
             raise BadRequest("'background' needs [server] response_store, which is off.", "background")
-        background = self._backgrounds.start(run, job, record.caller.owner, _journaled(run, job, inputs, self._wall()))
+        journaled = _journaled(run, job, response, inputs, self._wall())
+        return self._backgrounds.start(run, job, job.record.caller.owner, journaled)
+
+    async def _send_background(self, background: Background, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with the state of a background response, or with its events if the request asks for a stream."""
+        record = record_of(scope)
         # An id that a client knows must mean the same response to the next daemon.
         await background.journal.begin()
         try:
             if record.stream:
                 await self._retrieval.send_events(background, -1, scope, receive, send)
             else:
-                await self._retrieval.send_state(run, await background.state(), record, send, record.headers)
+                state = await background.state()
+                await self._retrieval.send_state(background.run, state, record, send, record.headers)
         except ApiError:
             # The client has not learned the response's id and will send its request again.
             await self._backgrounds.forget(background)
             raise
 
     async def _run(
-        self, request: ResponsesRequest, box: Toolbox, model: ModelConfig, record: RequestRecord, media: Sequence[Media]
+        self,
+        request: ResponsesRequest,
+        response: out.Response,
+        box: Toolbox,
+        record: RequestRecord,
+        media: Sequence[Media],
     ) -> tuple[ResponseRun, list[InputItem]]:
         """Return the run of the response, and the response's input items in the form in which they are stored.
 
         Raises `Unavailable` if there is no memory for the encoded fields.
         """
-        stem, bodies = secrets.token_hex(20), self._services.bodies
-        is_stored = self._history.is_on and request.store is not False
-        response = echo(request, box, model, id_of(stem), serve.now(), is_stored)
-        if not request.background:
-            # The journal of a background response needs the decoded fields.
-            response = await bodies.work(record.body_bytes, with_large_encoded, response)
-            # The lease of the body is enough, unless a field is larger with its defaults filled in.
-            await reserve(record, min(large_bytes(response), bodies.largest_bytes()))
+        stem, bodies = stem_of(response), self._services.bodies
+        response = await bodies.work(record.body_bytes, with_large_encoded, response)
+        # The lease of the body is enough, unless a field is larger with its defaults filled in.
+        await reserve(record, min(large_bytes(response), bodies.largest_bytes()))
         inputs = numbered(with_stored_media(request.items, media), stem)
         size = record.body_bytes - record.encoded_bytes
-        keep = self._history.keeper(record.caller.owner, inputs, media, size) if is_stored else keep_nothing
+        keep = self._history.keeper(record.caller.owner, inputs, media, size) if response.store else keep_nothing
         output = ResponseOutput(stem, box.forms, request.includes(SEALED))
         stop = partial(self._services.link.stop, reason="cancelled")
         diagnostics = diagnostics_of(self._services, record, request)
@@ -352,14 +355,17 @@ def _lowering(
     return lambda next_rid, deadline_ms: lower_responses(request, prompt, model, next_rid, seed, deadline_ms)
 
 
-def _journaled(run: ResponseRun, job: serve.PreparedRequest, inputs: list[InputItem], now: float) -> JournaledRequest:
+def _journaled(
+    run: ResponseRun, job: serve.PreparedRequest, response: out.Response, inputs: list[InputItem], now: float
+) -> JournaledRequest:
+    # The journal needs the decoded fields, which `run.response` no longer has.
     record, model, generate = job.record, job.model, job.generates[0]
     return JournaledRequest(
         key=record.caller.key,
         model=model.full_name,
         path=model.root,
         request_id=record.id,
-        response=run.response,
+        response=response,
         generate=generate,
         inputs=inputs,
         forms=run.output.forms,

@@ -3,15 +3,15 @@
 import asyncio
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import Final, NamedTuple
+
+from gateway.api.responses.echo import pieces
 
 # Maximum size of one response's log, about 40,000 tokens. When it is reached, the older half is dropped.
 LOG_BYTES_MAX: Final = 8 * 1024 * 1024
 # Maximum size of one read, which copies the bytes for its reader.
 READ_BYTES_MAX: Final = 64 * 1024
-# If the events repeat a value of at least this size, the log does not store it.
-REPEATED_MIN_BYTES: Final = 64 * 1024
 _END: Final = b"\n\n"
 
 
@@ -27,32 +27,25 @@ class ReaderPosition(NamedTuple):
 
 
 class _Gap(NamedTuple):
-    """Position in the stored bytes where a repeated value was left out, and the value's range in the echo."""
+    """Position in the stored bytes where a field was left out, and the number of the field."""
 
     at: int
-    begin: int
-    end: int
+    field: int
 
 
 class EventLog:
     """Log of events in order, numbered from 0, with one writer and any number of readers.
 
     Two flat buffers hold the events' bytes and the offset where each event ends, so there is no object per event. Some
-    events repeat ("echo") values of the request, which can be most of a large body. The log does not store these
-    values; a reader passes all of them to `read`, concatenated, as the echo.
+    events repeat ("echo") fields of the request, which can be most of a large body. Such events come with gaps, and the
+    log has one copy of each field for all of them.
     """
 
-    def __init__(self, max_bytes: int = LOG_BYTES_MAX, repeated: Sequence[Callable[[], bytes]] = ()) -> None:
-        """Each function in `repeated` returns one repeated value as the events contain it. It must always return the
-        same bytes.
-        """
+    def __init__(self, max_bytes: int = LOG_BYTES_MAX, echo: Mapping[int, memoryview] | None = None) -> None:
+        """`echo` has the encoded large fields by the numbers of their gaps."""
         self._max_bytes = max_bytes
-        self._repeated: list[Callable[[], bytes]] = []
-        self.echo_bytes = 0
-        for write in repeated:
-            if (size := len(write())) >= REPEATED_MIN_BYTES:
-                self._repeated.append(write)
-                self.echo_bytes += size
+        self._echo = echo or {}
+        self.echo_bytes = sum(map(len, self._echo.values()))
         self._gaps: list[_Gap] = []
         self._data = bytearray()
         # Offsets in `_data` where the events end. The first event has the number `_first`.
@@ -69,13 +62,15 @@ class EventLog:
         """Append whole events, or none if `data` is empty, and wake the readers."""
         if not data:
             return
-        begin, place = len(self._data), 0
-        if self._repeated and len(data) >= REPEATED_MIN_BYTES:
-            data = self._leave_out(data)
-        self._data += data
-        while place < len(data):
-            place = data.index(_END, place) + len(_END)
-            self._ends.append(begin + place)
+        place = len(self._data)
+        for piece in pieces(data):
+            if isinstance(piece, int):
+                self._gaps.append(_Gap(len(self._data), piece))
+            else:
+                self._data += piece
+        while place < len(self._data):
+            place = self._data.index(_END, place) + len(_END)
+            self._ends.append(place)
         if len(self._data) > self._max_bytes:
             self._drop_older_half()
         self._wake()
@@ -97,11 +92,7 @@ class EventLog:
         if place.number < self._first:
             raise EventsGone
 
-    def echo(self) -> bytes:
-        """Return the repeated values, for readers. May run in any thread."""
-        return b"".join(write() for write in self._repeated)
-
-    async def read(self, place: ReaderPosition, timeout_s: float, echo: bytes = b"") -> tuple[bytes, ReaderPosition]:
+    async def read(self, place: ReaderPosition, timeout_s: float) -> tuple[bytes, ReaderPosition]:
         """Return the events that follow `place`, and the position after them.
 
         Returns no bytes on timeout and at the end of the log. Only an event that is larger than a read comes in pieces.
@@ -117,7 +108,7 @@ class EventLog:
         begin = self._begin(index)
         behind = self._whole_events(index, begin)
         if place.offset or behind == index:
-            return self._piece(index, place, echo)
+            return self._piece(index, place)
         return bytes(self._data[begin : self._ends[behind - 1]]), ReaderPosition(self._first + behind)
 
     def _begin(self, index: int) -> int:
@@ -132,10 +123,10 @@ class EventLog:
             end = gap[0].at
         return bisect_right(self._ends, end, index)
 
-    def _piece(self, index: int, place: ReaderPosition, echo: bytes) -> tuple[bytes, ReaderPosition]:
+    def _piece(self, index: int, place: ReaderPosition) -> tuple[bytes, ReaderPosition]:
         """Return the next bytes of one event."""
         skipped = place.offset
-        parts = self._parts(index, echo)
+        parts = self._parts(index)
         while skipped >= (size := parts[0][2] - parts[0][1]):
             skipped -= size
             del parts[0]
@@ -147,38 +138,19 @@ class EventLog:
             return piece, ReaderPosition(place.number + 1)
         return piece, place._replace(offset=place.offset + len(piece))
 
-    def _parts(self, index: int, echo: bytes) -> list[tuple[bytes | bytearray, int, int]]:
-        """Return the slices of `_data` and of the echo that make up an event."""
+    def _parts(self, index: int) -> list[tuple[bytearray | memoryview, int, int]]:
+        """Return the slices of `_data` and the fields that make up an event."""
         begin, end = self._begin(index), self._ends[index]
-        parts: list[tuple[bytes | bytearray, int, int]] = []
+        parts: list[tuple[bytearray | memoryview, int, int]] = []
         for gap in self._gaps_of(begin, end):
-            parts += [(self._data, begin, gap.at), (echo, gap.begin, gap.end)]
+            field = self._echo[gap.field]
+            parts += [(self._data, begin, gap.at), (field, 0, len(field))]
             begin = gap.at
         return [*parts, (self._data, begin, end)]
 
     def _gaps_of(self, begin: int, end: int) -> list[_Gap]:
         """Return the gaps between two positions in the stored bytes."""
         return [gap for gap in self._gaps if begin <= gap.at < end]
-
-    def _leave_out(self, data: bytes) -> bytes:
-        """Return the events without the repeated values, and record the gaps."""
-        parts: list[bytes | tuple[int, int]] = [data]
-        echoed = 0
-        for write in self._repeated:
-            value, before, parts = write(), parts, []
-            span = (echoed, echoed + len(value))
-            echoed = span[1]
-            for part in before:
-                for at, piece in enumerate(part.split(value) if isinstance(part, bytes) else [part]):
-                    parts += [span, piece] if at else [piece]
-        kept, size = list[bytes](), len(self._data)
-        for part in parts:
-            if isinstance(part, bytes):
-                kept.append(part)
-                size += len(part)
-            else:
-                self._gaps.append(_Gap(size, *part))
-        return b"".join(kept)
 
     async def _wait(self, timeout_s: float) -> None:
         if self._new_events is None:

@@ -1,7 +1,6 @@
 """Answers of the Responses API: the response, its items and its stream events. A struct's tag is its `type`."""
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -329,19 +328,6 @@ Event = (
 )
 
 _encode: Final = msgspec.json.Encoder().encode
-# Fields of a response that repeat the request. Their size is limited only by the limit of the body.
-_ECHOED: Final = (
-    "instructions", "tools", "tool_choice", "text", "metadata", "user", "prompt_cache_key", "safety_identifier",
-)  # fmt: skip
-
-
-def echoes(response: Response) -> list[Callable[[], bytes]]:
-    """Return a function for each repeated field that encodes it exactly as all events of the response contain it."""
-    return [partial(_field, name, getattr(response, name)) for name in _ECHOED]
-
-
-def _field(name: str, value: object) -> bytes:
-    return b'"%b":%b' % (name.encode(), _encode(value)) if value is not UNSET else b""
 
 
 def error_bytes(code: str, message: str, sequence_number: int) -> bytes:

@@ -14,6 +14,7 @@ import msgspec
 
 from gateway.api.common import serve
 from gateway.api.responses.background import Background, Backgrounds
+from gateway.api.responses.echo import large_bytes, with_large_encoded
 from gateway.api.responses.encoder import ResponseRun
 from gateway.api.responses.history import ResponseHistory, ResponseNotFound, has_ended, stem_of
 from gateway.api.responses.items import ResponseOutput
@@ -108,15 +109,17 @@ class Resumption:
         if content is None or is_revoked or await self._has_ended(content.request):
             await self._journals.discard(path)
             return
-        request = content.request
+        work = self._services.bodies.work
+        response = await work(content.whole_bytes, with_large_encoded, content.request.response)
+        request = msgspec.structs.replace(content.request, response=response)
         background = Background(request.tenant, self._run(request), self._backgrounds.stored)
         records = [*(content.records or [LOST_BEGIN]), BeginRecord(self._journals.boot_id())]
-        replayed = await self._services.bodies.work(content.whole_bytes, replay, background, records)
+        replayed = await work(content.whole_bytes, replay, background, records)
         background.journal = self._journals.reopen(path, content, background.events.add)
         log.info("background response %s goes on after %d tokens", background.id, len(replayed.token_ids))
         is_whole = background.run.output.finish is not None
-        work = self._end(background) if is_whole else self._continue(background, request, replayed)
-        self._backgrounds.register(background, work)
+        task = self._end(background) if is_whole else self._continue(background, request, replayed)
+        self._backgrounds.register(background, task)
 
     async def _content(self, path: Path) -> ContentRecord | None:
         if not self._journals.is_on:
@@ -185,7 +188,8 @@ class Resumption:
         record.started, record.clock = clock(), clock
         record.lease, record.media_lease, record.body_bytes = lease, media_lease, request.body_bytes
         lease.owner = media_lease.owner = caller.key or ""
-        await lease.reach(request.body_bytes)
+        echo_bytes = min(large_bytes(request.response), services.bodies.largest_bytes())
+        await lease.reach(max(request.body_bytes, echo_bytes))
         prompt = request.generate.prompt
         if isinstance(prompt, ChatPrompt) and prompt.media:
             media_lease.grow(sum(len(each.data) for each in prompt.media))

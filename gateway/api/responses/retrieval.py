@@ -57,9 +57,9 @@ class Retrieval:
         """Send the events after event number `after`. Raises `BadRequest`."""
         record, events = record_of(scope), background.events
         write_timeout_s = self._services.config.server.write_timeout_s
-        make = partial(self._services.bodies.work, events.echo_bytes, events.echo)
-        async with self._answers.reading(record, (background.id, "echo"), events.echo_bytes, make) as echo:
-            await background.answer(after, scope, receive, send, write_timeout_s, echo)
+        # Readers may keep the fields in memory after the response was dropped.
+        async with self._answers.reading(record, (background.id, "echo"), events.echo_bytes, _no_copy):
+            await background.answer(after, scope, receive, send, write_timeout_s)
 
     async def send_items(
         self, response_id: str, query: QueryParams, limit: int, record: RequestRecord, send: Send
@@ -85,6 +85,10 @@ class Retrieval:
         key = (response_id, query.get("order"), query.get("after"), limit)
         async with self._answers.reading(record, key, 0, make) as body:
             await send_body(send, 200, body)
+
+
+async def _no_copy() -> bytes:
+    return b""
 
 
 def _ended(stored: StoredResponse) -> bytes:

@@ -55,6 +55,8 @@ class Store:
         self._database = ResponseDatabase(path, max_bytes, max_age_s, clock or WallClock(), disk)
         self._problems: Counter[str] = Counter() if problems is None else problems
         self._thread = make_thread("store")
+        # Tenants whose responses are stored; None means all. Used by the thread only.
+        self._tenants: frozenset[str] | None = None
         self._is_closed = False
         # Protects the number of waiting calls and the size of their data.
         self._lock = threading.Lock()
@@ -72,14 +74,15 @@ class Store:
             self._thread.submit(self._shrink_or_log)
 
     def keep_tenants(self, tenants: frozenset[str]) -> None:
-        """Delete the responses of all other tenants soon."""
+        """Delete the responses of all other tenants soon, and store none of them from now on."""
         if not self._is_closed:
-            self._thread.submit(self._shrink_or_log, tenants)
+            self._thread.submit(self._keep_only, tenants)
 
     def keep(self, about_bytes: int, make: Callable[[], StoredResponse]) -> Future[bool]:
         """Queue a response of about `about_bytes` for storing. The thread calls `make`, which returns the response.
 
-        A response that cannot be stored is logged and counted, and the result is False.
+        A response that cannot be stored is logged and counted, and the result is False. One whose tenant is gone is
+        dropped.
         """
         if not self.is_on or self._is_closed:
             return done(True)
@@ -164,9 +167,15 @@ class Store:
         except (sqlite3.Error, OSError) as error:
             log.error("write-ahead log of the response store cannot be emptied: %s", error)
 
+    def _keep_only(self, tenants: frozenset[str]) -> None:
+        self._tenants = tenants
+        self._shrink_or_log()
+
     def _keep_or_log(self, make: Callable[[], StoredResponse]) -> bool:
         try:
-            self._run(lambda database: database.keep(make()))
+            stored = make()
+            if self._tenants is None or stored.tenant in self._tenants:
+                self._run(lambda database: database.keep(stored))
             return True
         except (sqlite3.Error, OSError) as error:
             self._problems["failed"] += 1
@@ -176,10 +185,10 @@ class Store:
             log.exception("response not stored")
         return False
 
-    def _shrink_or_log(self, tenants: frozenset[str] | None = None) -> None:
+    def _shrink_or_log(self) -> None:
         try:
             if self._path.exists():
-                self._healed(lambda database: database.shrink(tenants))
+                self._healed(lambda database: database.shrink(self._tenants))
                 self._truncate_log()
         except (sqlite3.Error, OSError) as error:
             self._problems["failed"] += 1

@@ -1,4 +1,4 @@
-"""What the steps of the self-test do: each function acts on the trial and notes what it observes."""
+"""Steps of the self-test: each function acts on the trial and notes its observations."""
 
 import json
 import os

@@ -94,7 +94,12 @@ class UpstreamFallback:
                 f"The upstream of {forwarding.name!r} speaks another API: {theirs}.", "model", "unsupported_api"
             )
         with ExitStack() as held:
-            body = await services.bodies.work(len(forwarding.body), bounded_body, forwarding.body, caller.max_tokens)
+            try:
+                work = services.bodies.work
+                body = await work(len(forwarding.body), bounded_body, forwarding.body, caller.max_tokens)
+            except BadRequest as refusal:
+                # This daemon takes the request, and the upstream is not to have it.
+                raise (forwarding.error or refusal) from None
             charge = None
             if (meter := caller.meter) is not None:
                 charge = held.enter_context(meter.hold(_estimate(forwarding, body, meter), body.sequences))

@@ -20,6 +20,8 @@ from tests.support.models import VOCAB
 from tests.support.scale import scaled
 from worker.engine.batch import Batch
 from worker.engine.generator import Generator
+from worker.engine.scheduling.chunking import ChunkPlan
+from worker.engine.scheduling.pacer import Pacer
 from worker.engine.scoring import SLICE_TOKENS, ScoredRows
 from worker.engine.sequence_group import SequenceGroup
 from worker.sampling.logprobs import LogprobReader
@@ -157,6 +159,29 @@ def test_beside_a_row_that_generates_prompts_are_scored_one_at_a_time(
         engine.command(Abort((stream.rid,)))
     assert [len(each.logprobs) for each in results] == [5 * SLICE_TOKENS + 1] * 4
     assert max(beside) == 1
+
+
+def test_a_chunk_is_sized_for_one_of_the_prompts_that_are_scored_one_at_a_time(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sized: list[tuple[int, int]] = []
+    chunk = Pacer.chunk
+
+    def noted(self: Pacer, prefilling: int, decoding: int, longest: int, context: int) -> ChunkPlan:
+        sized.append((prefilling, decoding))
+        return chunk(self, prefilling, decoding, longest, context)
+
+    monkeypatch.setattr(Pacer, "chunk", noted)
+    rng = random.Random(2)
+    ids = tuple(rng.randrange(10, VOCAB) for _ in range(5 * SLICE_TOKENS))
+    with EngineHarness(spec(model_folder("qwen3"), speculate="off", prefill_chunk=8)) as engine:
+        stream = engine.submit(Generate(next(rids), TokensPrompt((20,)), Sampling(0.0, ignore_eos=True), 1500))
+        engine.wait(lambda: stream.ids)
+        results = [engine.submit(scored(ids)) for _ in range(4)]
+        results.append(engine.submit(Generate(next(rids), TokensPrompt(ids), Sampling(0.0), 1)))
+        engine.wait(lambda: all(each.terminals for each in results))
+        engine.command(Abort((next(iter(engine.results)),)))
+    assert max(prefilling for prefilling, decoding in sized if decoding) == 2
 
 
 def test_prompts_that_are_scored_one_at_a_time_take_turns() -> None:

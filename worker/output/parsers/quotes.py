@@ -78,7 +78,7 @@ class Quote(Enum):
 
 
 class _Next(Enum):
-    """What follows a quote."""
+    """Kind of the text that follows a quote."""
 
     TEXT = "text that cannot follow a string"
     BROKEN = "a comma or a bracket, and then text that cannot follow it"

@@ -16,7 +16,7 @@ _NAMESPACES_MAX: Final = 8
 
 
 class _BareName(NamedTuple):
-    """What remains of a written name, and what was removed from it."""
+    """Rest of a written name, and which parts were removed from it."""
 
     name: str
     lost_namespace: bool

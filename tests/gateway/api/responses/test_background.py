@@ -5,12 +5,10 @@ import gc
 import itertools
 import json
 import shutil
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -304,44 +302,6 @@ async def test_it_is_there_for_its_own_key_only(tmp_path: Path) -> None:
             assert (await gateway.client.request(method, path, headers=other)).status_code == 404, path
         assert (await gateway.client.post(f"{place}/cancel", headers=mine)).json()["status"] == "cancelled"
         await ended(gateway, made["id"], mine)
-
-
-async def test_a_key_made_again_under_a_revoked_keys_name_has_nothing_of_it(tmp_path: Path) -> None:
-    keys = KeyFile(tmp_path / "keys" / "keys.json")
-
-    def made() -> dict[str, str]:
-        return {"authorization": f"Bearer {keys.create(Key(name='k', prefix='', salt='', hash=''))[1]}"}
-
-    first = made()
-    secret = {"type": "message", "role": "user", "id": "msg_mine", "content": "secret words"}
-    async with running(tmp_path, ["--step-ms", "5"]) as gateway:
-
-        async def post(headers: dict[str, str], **fields: Any) -> httpx.Response:
-            return await gateway.client.post(PATH, json=asking(2, **fields), headers=headers)
-
-        stored = (await post(first, input=[secret], background=False)).json()["id"]
-        runs = (await gateway.client.post(PATH, json=asking(5000), headers=first)).json()["id"]
-        kept = (await post(first, background=False)).json()["id"]
-        rotated = {"authorization": f"Bearer {keys.rotate('k')[1]}"}
-        assert (await gateway.client.get(f"{PATH}/{kept}", headers=rotated)).status_code == 200
-        keys.revoke("k")
-        again = made()
-        for each in (stored, runs, f"{stored}/input_items"):
-            assert (await gateway.client.get(f"{PATH}/{each}", headers=again)).status_code == 404
-        for fields in ({"previous_response_id": stored}, {"input": [{"type": "item_reference", "id": "msg_mine"}]}):
-            assert (await post(again, background=False, **fields)).status_code in (400, 404)
-        # The running one has ended, and nothing is left on the disk.
-        await until(lambda: gateway.app.services.admission.inside("m") == 0)
-        await until(lambda: b"secret words" not in b"".join(_contents(tmp_path)))
-    async with running(tmp_path, ["--step-ms", "5"]) as gateway:
-        assert (await gateway.client.get(f"{PATH}/{runs}", headers=again)).status_code == 404
-
-
-def _contents(home: Path) -> Iterator[bytes]:
-    for path in home.rglob("*"):
-        if path.is_file():
-            with suppress(FileNotFoundError):
-                yield path.read_bytes()
 
 
 # -- workers and gateways that end -----------------------------------------------------------------------------------

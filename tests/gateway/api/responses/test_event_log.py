@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.api.responses.event_log import READ_BYTES_MAX, REPEATED_MIN_BYTES, EventLog, EventsGone, ReaderPosition
+from gateway.api.responses.event_log import READ_BYTES_MAX, EventLog, EventsGone, ReaderPosition
 
 pytestmark = pytest.mark.anyio
 
@@ -24,12 +24,12 @@ def log_of(count: int) -> EventLog:
     return log
 
 
-async def read_all(log: EventLog, end: int, number: int = 0, echo: bytes = b"") -> list[bytes]:
+async def read_all(log: EventLog, end: int, number: int = 0) -> list[bytes]:
     """Pieces of the events from `number` up to `end`."""
     place = ReaderPosition(number)
     pieces: list[bytes] = []
     while place != ReaderPosition(end):
-        piece, place = await log.read(place, 0, echo)
+        piece, place = await log.read(place, 0)
         pieces.append(piece)
     return pieces
 
@@ -127,22 +127,22 @@ async def test_a_reader_within_an_event_that_goes_does_not_get_another_in_its_pl
 
 
 async def test_what_events_repeat_is_not_kept_and_is_in_what_is_read() -> None:
-    asked, tools = [b'"a":"%s"' % (b"x" * REPEATED_MIN_BYTES), b'"b":"%s"' % (b"y" * 2 * REPEATED_MIN_BYTES)]
-    log = EventLog(max_bytes=2000, repeated=[lambda: asked, lambda: tools, lambda: b"of no size"])
-    telling = [b"data: {%d,%s,%s}\n\n" % (number, asked, tools) for number in range(3)]
+    asked, tools = b'"%s"' % (b"x" * READ_BYTES_MAX), b'"%s"' % (b"y" * 2 * READ_BYTES_MAX)
+    log = EventLog(max_bytes=2000, echo={0: memoryview(asked), 3: memoryview(tools)})
+    gaps = [b'data: {%d,"a":\x000,"b":\x003}\n\n' % number for number in range(3)]
+    telling = [each.replace(b"\x000", asked).replace(b"\x003", tools) for each in gaps]
     events = [*telling[:2], event(2), telling[2], *(event(number, 40) for number in range(4, 8))]
-    log.add(b"".join(events[:2]))
-    for each in events[2:]:
+    log.add(b"".join(gaps[:2]))
+    for each in (event(2), gaps[2], *events[4:]):
         log.add(each)
     assert log.size_bytes < 1000
 
-    echo = log.echo()
-    assert len(echo) == log.echo_bytes == len(asked) + len(tools)
+    assert log.echo_bytes == len(asked) + len(tools)
     for number in range(len(events)):
-        pieces = await read_all(log, len(events), number, echo)
+        pieces = await read_all(log, len(events), number)
         assert b"".join(pieces) == b"".join(events[number:])
         assert max(map(len, pieces)) <= READ_BYTES_MAX
     log.add(b"".join(event(number, 40) for number in range(8, 60)))
     assert (await log.read(ReaderPosition(58), 0))[0] == b"".join(event(number, 40) for number in (58, 59))
-    log.add(telling[0])
-    assert b"".join(await read_all(log, 61, 60, echo)) == telling[0]
+    log.add(gaps[0])
+    assert b"".join(await read_all(log, 61, 60)) == telling[0]

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -12,7 +13,7 @@ from typing import Any, Final
 import pytest
 
 from gateway.api.common import serve
-from gateway.api.responses import echo
+from gateway.api.responses import echo, encoder, response
 from gateway.config.settings import ServerConfig
 from gateway.http.connection import GuardedProtocol
 from gateway.http.exchange import SLICE_BYTES
@@ -173,6 +174,79 @@ async def test_a_field_that_grows_beyond_its_body_is_reserved(tmp_path: Path, mo
         echoed = json.dumps(found[0]["response"]["tools"], separators=(",", ":"))
         assert min(held) >= len(echoed) > max(SLICE_BYTES, len(json.dumps(body)))
         await until(lambda: not used_bytes(gateway))
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of what is encoded on the event loop for events and answers."""
+    sizes: list[int] = []
+
+    def noted(encode: Any) -> Any:
+        def note(value: Any) -> bytes:
+            data = encode(value)
+            if threading.current_thread() is threading.main_thread():
+                sizes.append(len(data))
+            return data
+
+        return note
+
+    for module in (response, echo, encoder):
+        monkeypatch.setattr(module, "_encode", noted(module._encode))  # type: ignore[reportPrivateUsage]
+    return sizes
+
+
+async def test_events_of_a_background_response_encode_no_large_field_on_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoded: list[int]
+) -> None:
+    asked = large_fields()
+    async with cold(tmp_path, monkeypatch) as (gateway, sizes):
+        answer = await gateway.client.post(PATH, json=asking(TEXT, stream=True, background=True, **asked))
+        text = answer.text.replace(": keep-alive\n\n", "")
+        found = [event["response"] for event in events(text) if "response" in event]
+        kept = (await gateway.client.get(f"{PATH}/{found[0]['id']}")).json()
+        await until(lambda: not used_bytes(gateway))
+
+    assert [each["status"] for each in found] == ["queued", "queued", "in_progress", "completed"]
+    for each in (*found, kept):
+        assert {name: each[name] for name in ("instructions", "user")} == {
+            name: asked[name] for name in ("instructions", "user")
+        }
+        assert each["tools"][0]["parameters"] == asked["tools"][0]["parameters"]
+    assert encoded
+    assert max(encoded) < SLICE_BYTES
+    assert max(sizes) <= SLICE_BYTES + FRAMING_BYTES
+
+
+async def test_a_whole_answer_has_no_second_copy_of_large_fields_and_comes_in_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoded: list[int]
+) -> None:
+    asked = large_fields()
+    async with cold(tmp_path, monkeypatch) as (gateway, sizes):
+        answer = await gateway.client.post(PATH, json=asking(TEXT, **asked))
+        found, stored = answer.json(), (await gateway.client.get(f"{PATH}/{answer.json()['id']}")).json()
+        await until(lambda: not used_bytes(gateway))
+
+    assert found == stored
+    assert (found["instructions"], found["user"]) == (asked["instructions"], asked["user"])
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    assert encoded
+    assert max(encoded) < SLICE_BYTES
+    assert max(sizes) <= SLICE_BYTES + FRAMING_BYTES
+
+
+async def test_a_large_item_in_the_middle_of_a_stream_comes_in_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "x" * (SLICE_BYTES // 2)
+    said = [*[["reasoning", words], ["wait"]] * 4, ["text", "a"], ["wait"], ["text", "b"], ["finish", "stop"]]
+    async with cold(tmp_path, monkeypatch) as (gateway, sizes):
+        found = events((await gateway.client.post(PATH, json=asking(said, stream=True))).text)
+
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    whole = next(event["item"] for event in found if event["type"] == "response.output_item.done")
+    assert whole["content"][0]["text"] == 4 * words
+    assert found[-1]["response"]["output"][1]["content"][0]["text"] == "ab"
+    assert max(sizes) <= SLICE_BYTES + FRAMING_BYTES
 
 
 # -- WebSockets ------------------------------------------------------------------------------------------------------

@@ -159,6 +159,25 @@ async def test_a_response_goes_on_after_a_restart_at_the_next_event(tmp_path: Pa
     assert (last["status"], last["usage"]["output_tokens"]) == ("incomplete", TOKENS)
 
 
+async def test_large_fields_are_the_same_in_all_events_after_a_restart(tmp_path: Path) -> None:
+    asked = {"instructions": [{"role": "system", "content": "x" * 200_000}], "user": "y" * 200_000}
+    async with running(tmp_path, SLOW) as gateway:
+        made = await started(gateway, max_output_tokens=TOKENS, input=held(tmp_path), **asked)
+        reading = asyncio.create_task(heard(gateway, made))
+        await until(lambda: gateway.metrics.model("m").generation_tokens > 30)
+    had = await reading
+
+    let_end(tmp_path)
+    async with running(tmp_path, SLOW) as gateway:
+        whole = await heard(gateway, made)
+        last = await ended(gateway, made)
+
+    assert whole[: len(had)] == had
+    for each in (whole[0]["response"], whole[-1]["response"], last):
+        assert each["instructions"][0]["content"] == "x" * 200_000
+        assert each["user"] == "y" * 200_000
+
+
 async def test_no_client_has_more_than_what_a_killed_gateway_leaves(tmp_path: Path) -> None:
     first, second = tmp_path / "a", tmp_path / "b"
     async with running(first, SLOW) as gateway:

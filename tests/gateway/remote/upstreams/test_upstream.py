@@ -258,6 +258,14 @@ async def test_a_refusal_of_the_request_is_the_clients_and_one_of_all_is_the_mod
             assert (await ask(gateway, "m")).json()["error"]["code"] == "model_corrupt"
 
 
+async def test_a_request_that_may_not_leave_as_it_is_has_the_answer_of_this_daemon() -> None:
+    async with far() as cloud, door(upstream(cloud.url), when=("unavailable",)) as (gateway, _):
+        refused = await ask(gateway, plugins=[{"id": "web"}])
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "plugins")
+        assert (await ask(gateway, "m", plugins=[{"id": "web"}])).json()["error"]["code"] == "model_corrupt"
+        assert cloud.asked == []
+
+
 PIECES = [b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n', b'data: {"choices":[{"delta":{"content":"b"}}]}\n\n']
 
 
