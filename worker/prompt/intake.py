@@ -46,15 +46,16 @@ from worker.prompt.questions import QuestionPrompts, question_salt, with_slot
 from worker.prompt.recent_prompts import RecentPrompts
 from worker.prompt.sparse_limits import NO_SPARSE, SparseLimits, name_kept
 from worker.prompt.templates import Renderer
-from worker.prompt.text_limits import (
+from worker.prompt.token_limits import (
     MAX_CHARS_PER_TOKEN,
     MAX_COUNTED_CONTEXTS,
     check_countable,
     check_ids,
+    check_limits,
+    check_sampling,
     empty_prompt,
     generates_text,
 )
-from worker.prompt.token_limits import check_limits, check_sampling
 from worker.prompt.truncation import CONTEXTS, fit_tokens, fit_turns, is_cut
 from worker.prompt.turn_tokens import TurnStarts, warn_of_open_end
 from worker.prompt.word_ids import WordIds
