@@ -45,7 +45,7 @@ from worker.prompt.rewrites import (
     unchanged,
 )
 from worker.prompt.simple_tools import simple_tools
-from worker.prompt.stand_ins import QuotedMarkers, marked, opening_of, with_quoted, with_words
+from worker.prompt.stand_ins import QuotedMarkers, marked, opening_of, with_words
 from worker.prompt.time_limit import RENDERING
 from worker.prompt.turn_repairs import (
     DROPPED_TURNS,
@@ -174,9 +174,9 @@ class Renderer:
                 # An empty turn that is to be continued may be left out of the shape.
                 is_left_out = prompt.continue_final and shape[-1]["role"] != prompt.messages[-1]["role"]
                 shown = structs.replace(prompt, tools=tools, continue_final=prompt.continue_final and not is_left_out)
-                turns, quoted = self._quoted.hidden(shape, shown.continue_final)
+                turns, quoted = self._quoted.hidden(shape, tools, shown.continue_final)
                 try:
-                    text = with_quoted(self._render(turns, shown, opens_answer or is_left_out), quoted)
+                    text = quoted.shown(self._render(turns, shown, opens_answer or is_left_out))
                     return text, self._order(prompt.messages, shape, text)
                 except REFUSALS as error:
                     first = first or error

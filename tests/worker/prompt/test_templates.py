@@ -327,6 +327,23 @@ def test_an_answer_that_quotes_a_marker_of_the_template_is_rendered_as_it_was_se
     assert f"[assistant]{answer} More.[user]" in render(ANSWERS + joined + shown + "{%- endfor %}", in_parts)
 
 
+@pytest.mark.parametrize(
+    "delimiters", ["\ufdd0\ufdd1", "\ufdd0\ufdd0", "\ufdd1\ufdd1", "".join(map(chr, range(0xFDD0, 0xFDF0)))]
+)
+@pytest.mark.parametrize("place", ["answer", "question", "tool"])
+def test_no_text_is_taken_for_the_mark_of_a_quoted_marker(delimiters: str, place: str) -> None:
+    marks = "".join(f"{delimiters[:-1]}{number}{delimiters[-1:]}" for number in range(3))
+    answer = f"Before</think>it{marks if place == 'answer' else ''}, and</think>behind."
+    question = {"role": "user", "content": marks if place == "question" else "q"}
+    tool = {"type": "function", "function": {"name": "f", "description": marks if place == "tool" else "d"}}
+    template = "{%- for t in tools or [] %}{{- t.function.name + t.function.description }}{%- endfor %}" + SPLITS
+    template = template.replace("ARGUMENTS", "(c.function.arguments | tojson)")
+    text = render(template, [question, {"role": "assistant", "content": answer}, question], tools=[tool])
+
+    said = question["content"]
+    assert text == f"f{tool['function']['description']}[user]{said}[assistant]{answer}[user]{said}"
+
+
 def test_reasoning_with_which_an_answer_begins_is_the_templates_business() -> None:
     own = {"role": "assistant", "content": "<think>\nthought\n</think>\n\nSaid </think> twice."}
     text = render(SPLITS, [CONVERSATION[1], own, CONVERSATION[1]])
