@@ -7,6 +7,7 @@ objects.
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, Final
 
 from worker.prompt.contents import joined, media, parts, words, wrapped
@@ -48,6 +49,34 @@ def arguments_as_json(messages: Messages) -> Messages:
 def calls_in_text(messages: Messages) -> Messages:
     """Write calls as text, for templates that list tools but drop earlier turns' calls."""
     return [_call_in_text(message) if message.get("tool_calls") else message for message in messages]
+
+
+def with_ids(messages: Messages) -> Messages:
+    """Give ids to calls without an id or with that of another call of their turn, and to their results, which are in
+    the order of the calls."""
+    given: Messages = []
+    # Ids of the calls that have no result yet, as they were sent and as they are now.
+    waiting: list[tuple[str, str]] = []
+    sent_ids = {call.get("id") for message in messages for call in message.get("tool_calls") or ()}
+    # In the form of Mistral's ids, which its templates demand.
+    free = (call_id for number in count() if (call_id := f"call{number:05}") not in sent_ids)
+    for message in messages:
+        if message.get("tool_calls"):
+            waiting, calls = [], list[Message]()
+            for call in message["tool_calls"]:
+                sent = call.get("id") or ""
+                is_own = sent and all(sent != other for other, _ in waiting)
+                waiting.append((sent, sent if is_own else next(free)))
+                calls.append({**call, "id": waiting[-1][1]})
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool":
+            sent = message.get("tool_call_id") or ""
+            call = next((call for call in waiting if call[0] == sent), waiting[0] if waiting and not sent else None)
+            if call is not None:
+                waiting.remove(call)
+                message = {**message, "tool_call_id": call[1]}
+        given.append(message)
+    return given
 
 
 def one_call_each(messages: Messages) -> Messages:

@@ -43,6 +43,7 @@ from worker.prompt.rewrites import (
     media_to_users,
     tools_in_text,
     unchanged,
+    with_ids,
 )
 from worker.prompt.simple_tools import simple_tools
 from worker.prompt.stand_ins import QuotedMarkers, marked, opening_of, with_words
@@ -158,7 +159,7 @@ class Renderer:
         """Render with the first rewrite that the template accepts. If there is none, raise the error for the least
         changed messages.
         """
-        messages = results_in_order(prompt.messages)
+        messages = results_in_order(with_ids(prompt.messages))
         if prompt.media:
             messages = media_to_users(messages, self._hiding, self._bridge)
         if not self.knows_tools and _mentions_tools(prompt):
