@@ -38,7 +38,7 @@ from worker.model.loader import LoadedModel
 from worker.model.lora.adapters import Adapter, adapters_of
 from worker.output.detokenize import Vocabulary
 from worker.prompt.encode import PromptEncoder
-from worker.prompt.family import ModelFamily
+from worker.prompt.family import ModelFamily, families_of
 from worker.prompt.infill import InfillPrompts
 from worker.prompt.media_prompt import EncodedPrompt, open_media, unserved
 from worker.prompt.next_turn import NextTurnPrompts
@@ -95,13 +95,16 @@ class Intake:
         self.max_context = loaded.max_context
         self._limits = limits or DEFAULT_LIMITS
         # `_media` is None for a model that takes no media; the reason is in `no_media`.
-        self._media, self.no_media = open_media(loaded, self._encoder, self._limits, memory_bytes)
+        family, tool_family = families_of(loaded, parser)
+        self._media, self.no_media = open_media(loaded, self._encoder, self._limits, memory_bytes, tool_family)
         # Kinds of media that a prompt may contain.
         self.modalities = self._media.modalities if self._media is not None else ()
         self.media_processor = self._media.processor if self._media is not None else None
-        self._renderer = self._media.renderer if self._media is not None else Renderer(loaded.tokenizer)
+        self._renderer = (
+            self._media.renderer if self._media is not None else Renderer(loaded.tokenizer, tool_family=tool_family)
+        )
         opened, closed = self._renderer.probe()
-        self._family = ModelFamily(loaded, opened, self._renderer.knows_tools, parser)
+        self._family = ModelFamily(loaded, opened, family, tool_family)
         self.vocabulary = Vocabulary(loaded.tokenizer)
         self.recent = RecentPrompts()
         self._chat_vocabulary = Vocabulary(loaded.tokenizer, self._family.visible)

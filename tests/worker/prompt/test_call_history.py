@@ -1,12 +1,18 @@
 """Earlier calls, results and reasoning stand in the prompt as the model writes them and as the parser reads them."""
 
+import json
 import re
 from typing import Any
 
 import pytest
 
+from protocol.chat_templates import ChatTemplates
+from protocol.from_worker import DeltaKind
 from protocol.prompts import ChatPrompt
+from tests.worker.output.parsers.replay import Case, calls_of, replay, text_of
 from tests.worker.prompt.test_templates import Tokenizer
+from worker.output.parsers.detect import detect_family
+from worker.prompt.family import calling_family
 from worker.prompt.templates import Renderer
 
 Turns = list[dict[str, Any]]
@@ -33,10 +39,139 @@ def render(template: str, messages: Turns, tools: Turns = TOOLS, **fields: Any) 
     return Renderer(Tokenizer(template)).render(ChatPrompt(messages, tools, **fields))
 
 
+def read(family: str, text: str) -> list[tuple[str, dict[str, Any]]]:
+    """The calls that the family's parser reads in a text that holds nothing else."""
+    events, malformed = replay(Case("", family, text, "", "", [], TOOLS, start_in_reasoning=False))
+    assert (malformed, text_of(events, DeltaKind.TEXT).strip()) == (0, "")
+    return [(call.name, json.loads(call.arguments)) for call in calls_of(events)]
+
+
+CALLED = [("look", {"a": "LOOK"}), ("find", {"a": "FIND"})]
 LISTED = "{%- for t in tools or [] %}{{- t.function.name }};{%- endfor %}"
 EACH = LISTED + "{%- for m in messages %}{{- '[' + m.role + ']' }}"
 CALL = "{{- c.function.name + (c.function.arguments | tojson) }}"
+# Kimi K2's notation with ids in the place of names.
+SECTION = (
+    "{%- if m.tool_calls %}<|tool_calls_section_begin|>{%- for c in m.tool_calls %}<|tool_call_begin|>{{ ID }}"
+    "<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|>{%- endfor %}"
+    "<|tool_calls_section_end|>{%- endif %}"
+)
+RESULT_ID = "{%- if m.role == 'tool' %}## Return of {{ m.tool_call_id }}:{%- endif %}"
+BY_ID = EACH + SECTION.replace("ID", "c.id") + RESULT_ID + "{{- m.content }}{%- endfor %}"
+NUMBERED = "'functions.' + c.function.name + ':' ~ loop.index0"
+BY_NUMBER = EACH + SECTION.replace("ID", NUMBERED) + RESULT_ID + "{{- m.content }}{%- endfor %}"
 TWO_TURNS = [USER, *turn(("call_x", "look"), ("call_y", "find")), USER, *turn(("call_z", "look")), USER]
+
+
+@pytest.mark.parametrize(
+    ("template", "ids"),
+    [
+        (BY_ID, ["functions.look:0", "functions.find:1", "functions.look:2"]),
+        (BY_NUMBER, ["functions.look:0", "functions.find:1", "functions.look:0"]),
+    ],
+    ids=["ids in place of names", "ids of results only"],
+)
+def test_ids_name_their_calls_where_a_template_shows_them_instead_and_are_those_of_the_results(
+    template: str, ids: list[str]
+) -> None:
+    text = render(template, TWO_TURNS)
+
+    assert re.findall(r"<\|tool_call_begin\|>(.*?)<", text) == ids
+    assert re.findall(r"Return of (\S+):R", text) == ids
+    section = text[text.index("<|tool_calls_section_begin|>") : text.index("[tool]")]
+    assert read(calling_family(ChatTemplates.of(template)), section) == CALLED
+
+
+def test_ids_stay_as_they_are_where_a_template_shows_names() -> None:
+    calls = "{%- for c in m.tool_calls or [] %}<{{ c.id }}|" + CALL + ">{%- endfor %}"
+    text = render(EACH + calls + RESULT_ID + "{{- m.content }}{%- endfor %}", TWO_TURNS)
+    assert re.findall(r"call_.", text) == ["call_x", "call_y", "call_x", "call_y", "call_z", "call_z"]
+
+
+def test_ids_that_a_template_keeps_in_a_list_of_its_own_are_those_of_the_results() -> None:
+    queue = (
+        "{%- set q = namespace(ids=[], n=0) %}" + EACH + "{%- if m.role == 'tool' %}## {{ q.ids.pop(0) }}:{%- endif %}"
+        "{%- for c in m.tool_calls or [] %}{%- set id = c.function.name + ':' ~ q.n %}{%- set q.n = q.n + 1 %}"
+        "{%- set _ = q.ids.append(id) %}<{{ id }}>{{ c.function.arguments | tojson }}{%- endfor %}"
+        "{{- '(' + m.reasoning_content + ')' if m.reasoning_content }}{{- m.content }}{%- endfor %}"
+    )  # fmt: skip
+    messages = [USER, *turn(("call_x", "look"), ("call_y", "find"), reasoning_content="hm")]
+    assert render(queue, messages).endswith(
+        '[assistant]<look:0>{"a": "LOOK"}<find:1>{"a": "FIND"}(hm)[tool]## look:0:R-look[tool]## find:1:R-find'
+    )
+
+
+# Templates that show tools and results, but no calls; their words show the family.
+DROPS_CALLS = {
+    family: f"{{# {words} #}}" + EACH + "{{- m.content }}{%- endfor %}"
+    for family, words in {
+        "lfm2_pythonic": "<|tool_list_start|>",
+        "granite3": "<|tool_call|> thought process",
+        "glm47": "<arg_key>",
+        "qwen3_coder": "<function= <parameter=",
+        "deepseek_v31": "<｜tool▁calls▁begin｜>",
+        "kimi_k2": "<|tool_calls_section_begin|>",
+        "hermes": "",
+    }.items()
+}
+
+
+@pytest.mark.parametrize("family", DROPS_CALLS)
+def test_calls_that_a_template_drops_are_written_as_the_parser_of_the_model_reads_them(family: str) -> None:
+    template = DROPS_CALLS[family]
+    text = render(template, [USER, *turn(("call_x", "look"), ("call_y", "find")), USER])
+
+    written = re.search(r"\[assistant\](.*)\[tool\]R-look\[tool\]R-find\[user\]", text, re.DOTALL)
+    assert written, text
+    assert calling_family(ChatTemplates.of(template)) == family
+    assert read(family, written[1]) == CALLED
+
+
+def test_text_and_reasoning_beside_a_call_that_is_written_into_the_content_are_kept() -> None:
+    template = DROPS_CALLS["lfm2_pythonic"].replace("m.content", "(m.reasoning_content or '') + m.content")
+    text = render(template, [USER, *turn(("call_x", "look"), content="I look.", reasoning_content="Hm. ")])
+    assert '[assistant]Hm. I look.\n<|tool_call_start|>[look(a="LOOK")]<|tool_call_end|>[tool]' in text
+
+
+# DeepSeek's way: a template that takes no tools, but has the notation of calls and a place for results.
+NO_TOOLS = (
+    "{%- for m in messages %}{%- if m.role == 'tool' %}{{- '<out>' + m.content + '</out>' }}"
+    "{%- elif m.role in ['system', 'user', 'assistant'] %}{{- '[' + m.role + ']' + m.content }}{%- endif %}"
+    "{%- endfor %}"
+)
+
+
+def test_a_template_without_tools_gets_them_in_the_notation_that_it_shows() -> None:
+    template = "{# <｜tool▁calls▁begin｜> #}" + NO_TOOLS
+    text = render(template, [USER, *turn(("call_x", "look"), ("call_y", "find")), USER])
+    system, user, calls, results = re.split(r"\[user\]|\[assistant\]|<out>", text, maxsplit=3)
+
+    assert '"name": "look"' in system
+    example = system[system.index("<｜tool▁calls▁begin｜>") :]
+    events, malformed = replay(Case("", "deepseek_v31", example, "", "", []))
+    assert ([call.name for call in calls_of(events)], malformed) == (["function_name", "other_function_name"], 0)
+    assert user == "Q"
+    assert read("deepseek_v31", calls) == CALLED
+    assert results == "R-look</out><out>R-find</out>[user]Q"
+
+
+def test_a_template_without_tools_or_a_notation_gets_both_in_that_of_hermes() -> None:
+    text = render(NO_TOOLS, [USER, *turn(("call_x", "look")), USER])
+    assert '<tool_call>\n{"name": <function-name>' in text
+    assert text.endswith("[user]<tool_response>\nR-look\n</tool_response>\n\nQ")
+
+
+def test_the_notation_of_calls_is_that_of_the_vocabulary_where_the_template_shows_none() -> None:
+    plain, thinking = ChatTemplates.of("{{ m }}"), ChatTemplates.of("{{ '</think>' }}")
+    deepseek = {"<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "<think>", "</think>"}
+    assert calling_family(plain, deepseek) == "deepseek_v3"
+    assert detect_family(thinking, deepseek, "") == "think"
+    assert calling_family(thinking, deepseek) == "deepseek_v3"
+    assert calling_family(thinking, {"<tool_call>", "</tool_call>"}) == "hermes"
+    assert calling_family(thinking) == calling_family(plain) == "hermes"
+    # The parser of these would take the model's reasoning for text.
+    assert calling_family(thinking, {"[TOOL_CALLS]", "[ARGS]"}) == "hermes"
+
 
 # Mistral's rule for ids.
 NINE = EACH + (
@@ -68,7 +203,7 @@ def changed(messages: Turns, calls: list[str | None], results: list[str | None])
     ]
 
 
-@pytest.mark.parametrize("template", [NINE], ids=["nine characters"])
+@pytest.mark.parametrize("template", [NINE, BY_ID], ids=["nine characters", "ids in place of names"])
 @pytest.mark.parametrize(
     ("calls", "results"),
     [
