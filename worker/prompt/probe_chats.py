@@ -61,6 +61,10 @@ NAMED_CALLS: Final[Messages] = [
         SAID,
     )
 ]
+REASONED: Final[tuple[Messages, ...]] = tuple(
+    [QUESTION, {**ASKED, "content": content, "reasoning_content": "words6"}, ANSWERED] for content in ("", "words3")
+)
+
 PROBED_TURNS: Final[tuple[Messages, ...]] = (
     [QUESTION, ASKED, ANSWERED, ASKED_NEXT],
     [QUESTION, ASKED, ASKED_NEXT],

@@ -150,6 +150,38 @@ def reasoning_in_fields(messages: Messages, names: Sequence[str]) -> Messages:
     ]
 
 
+def reasoning_in_parts(messages: Messages) -> Messages:
+    """Send reasoning as a part of the content, for templates such as Mistral's."""
+    return [
+        {**message, "content": [_thinking_part(message), *parts(message.get("content"))]}
+        if message.get("reasoning_content")
+        else message
+        for message in messages
+    ]
+
+
+def reasoning_in_blocks(messages: Messages) -> Messages:
+    """Send answers as blocks of thoughts and text, if any has reasoning, for Apertus' template."""
+    if not any(message.get("reasoning_content") for message in messages):
+        return messages
+    return [
+        {**message, "content": {"blocks": _blocks(message)}}
+        if message["role"] == "assistant" and not isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _thinking_part(message: Message) -> Message:
+    return {"type": "thinking", "thinking": message["reasoning_content"]}
+
+
+def _blocks(message: Message) -> Messages:
+    thought, text = message.get("reasoning_content"), message.get("content") or ""
+    thoughts = [{"type": "thoughts", "text": thought}] if thought else []
+    return [*thoughts, *([{"type": "response", "text": text}] if text or not thoughts else [])]
+
+
 def one_call_each(messages: Messages) -> Messages:
     """Split messages into messages of one call, each followed by its result, for templates that allow one call per
     message."""

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -25,6 +26,7 @@ from worker.prompt.probe_chats import (
     NAMED_TOOL,
     PROBED_TURNS,
     QUESTION,
+    REASONED,
     RESULT,
     SHOWN_RESULT,
     TOOL,
@@ -43,7 +45,9 @@ from worker.prompt.rewrites import (
     calls_in_content,
     calls_in_text,
     media_to_users,
+    reasoning_in_blocks,
     reasoning_in_fields,
+    reasoning_in_parts,
     tools_in_text,
     unchanged,
     with_ids,
@@ -97,6 +101,7 @@ class Renderer:
         self.knows_tools = self.knows_tools and self._renders_tools()
         self._write_calls = self._choose_calls()
         self._shape_calls = self._choose_shape()
+        self._place_reasoning = self._choose_reasoning()
         self._open_calls: Repair = unchanged
         opens = (repair for repair, chat in OPENED_TURNS if self._drops(chat, repair))
         self._open_calls = next(opens, unchanged)
@@ -308,6 +313,24 @@ class Renderer:
         """Return whether the template renders a message of this role otherwise than one of an unknown role."""
         known, unknown = (self._try([QUESTION, {"role": each, "content": "words1"}]) or "" for each in (role, "words2"))
         return "words1" in known and known != unknown.replace("words2", role)
+
+    def _choose_reasoning(self) -> Callable[[Messages], Messages]:
+        """Choose where to send reasoning so that the template renders it: in fields, parts or blocks."""
+        names = [name for name in ("reasoning", "thought", "thoughts") if self._template.mentions(name)]
+        usual, all_fields = self._place_reasoning, partial(reasoning_in_fields, names=("thinking", *names))
+        for self._place_reasoning in (usual, all_fields, reasoning_in_parts, reasoning_in_blocks):
+            for thinking in (None, True):
+                if all(self._shows_reasoning(chat, thinking) for chat in REASONED):
+                    return self._place_reasoning
+        # Some templates read a field only if a variable of the request says so.
+        return all_fields
+
+    def _shows_reasoning(self, chat: Messages, thinking: bool | None) -> bool:
+        messages = self._write_calls(self._shape_calls(chat))
+        text = self._try(messages, [TOOL], thinking) or ""
+        # In quotes, the reasoning is in a list that was rendered as data.
+        is_data = re.search("[\"']words6[\"']", text)
+        return not is_data and text.count("words6") == 1 and all(word in text for word in WORD.findall(repr(chat)))
 
     def _choose_shape(self) -> Callable[[Messages], Messages]:
         """Choose a rewrite of turns with several calls that the template neither refuses nor drops in part."""

@@ -173,6 +173,59 @@ def test_the_notation_of_calls_is_that_of_the_vocabulary_where_the_template_show
     assert calling_family(thinking, {"[TOOL_CALLS]", "[ARGS]"}) == "hermes"
 
 
+CALLS = "{%- for c in m.tool_calls or [] %}" + CALL + "{%- endfor %}"
+SAYS = EACH + "THOUGHT{{- m.content }}" + CALLS + "{%- endfor %}"
+IN_PARTS = (
+    EACH + "{%- if m.content is string %}{{- m.content }}{%- else %}{%- for p in m.content %}"
+    "{{- '(' + p.thinking + ')' if p.type == 'thinking' else p.text }}{%- endfor %}{%- endif %}"
+    + CALLS + "{%- endfor %}"
+)  # fmt: skip
+IN_BLOCKS = (
+    "{# thoughts #}" + EACH + "{%- if m.content is string %}{{- m.content }}{%- else %}{%- for b in m.content.blocks %}"
+    "{{- '(' + b.text + ')' if b.type == 'thoughts' else b.text }}{%- endfor %}{%- endif %}"
+    + CALLS + "{%- endfor %}"
+)  # fmt: skip
+READS = {
+    **{
+        name: SAYS.replace("THOUGHT", f"{{{{- '(' + m.{name} + ')' if m.{name} }}}}")
+        for name in ("reasoning_content", "reasoning", "thinking", "thought", "thoughts")
+    },
+    "parts": IN_PARTS,
+    "blocks": IN_BLOCKS,
+}
+
+
+@pytest.mark.parametrize("template", READS.values(), ids=READS)
+def test_reasoning_is_sent_where_a_template_reads_it(template: str) -> None:
+    messages = [
+        USER,
+        *turn(("x", "look"), reasoning_content="one"),
+        *turn(("y", "find"), content="I find.", reasoning_content="two"),
+        {"role": "assistant", "content": "Found."},
+        USER,
+    ]
+    assert render(template, messages).endswith(
+        '[user]Q[assistant](one)look{"a": "LOOK"}[tool]R-look[assistant](two)I find.find{"a": "FIND"}[tool]R-find'
+        "[assistant]Found.[user]Q"
+    )
+    opened = [USER, {"role": "assistant", "content": "Fou", "reasoning_content": "three"}]
+    assert render(template, opened, continue_final=True).endswith("[user]Q[assistant](three)Fou")
+
+
+def test_reasoning_that_a_variable_of_the_request_shows_is_sent_under_the_name_that_the_template_reads() -> None:
+    template = SAYS.replace("THOUGHT", "{{- '(' + m.thought + ')' if add_thoughts and m.thought }}")
+    messages = [USER, *turn(("x", "look"), reasoning_content="one")]
+    assert "(one)" not in render(template, messages)
+    assert "[assistant](one)look" in render(template, messages, template_kwargs={"add_thoughts": True})
+
+
+@pytest.mark.parametrize("content", ["m.content", "(m.content | string)", "(m.content | tojson)"])
+def test_reasoning_that_a_template_does_not_keep_changes_nothing_in_the_contents(content: str) -> None:
+    template = SAYS.replace("THOUGHT", "").replace("m.content", content)
+    with_reasoning = [USER, *turn(("x", "look"), content="I look.", reasoning_content="one")]
+    assert render(template, with_reasoning) == render(template, [USER, *turn(("x", "look"), content="I look.")])
+
+
 # Mistral's rule for ids.
 NINE = EACH + (
     "{%- if m.role == 'tool' and (m.tool_call_id or '') | length != 9 %}{{ raise_exception('nine characters') }}"
