@@ -26,7 +26,7 @@ from protocol.to_worker import Detokenize, Generate, Tokenize
 from worker.embedding.job import EmbeddingInput, EmbeddingJob
 from worker.embedding.load_model import EmbeddingModel
 from worker.errors import RequestInvalid
-from worker.prompt.text_limits import MAX_CHARS_PER_TOKEN, check_countable, check_ids
+from worker.prompt.token_limits import MAX_CHARS_PER_TOKEN, check_countable, check_ids
 
 # Maximum size of an answer, which must fit into one frame.
 _MAX_ANSWER_BYTES: Final = 48 << 20

@@ -1,6 +1,6 @@
 """Markup of a model's family: the parser of its reasoning and tool calls, and the control tokens for that parser."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
@@ -13,9 +13,10 @@ from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
 from worker.output.parsers.channels import Channels
 from worker.output.parsers.controls import NO_CONTROLS, Controls, is_markup
-from worker.output.parsers.detect import detect_family, reasoning_end, start_in_reasoning
+from worker.output.parsers.detect import detect_family, reasoning_end, start_in_reasoning, vocabulary_families
 from worker.output.parsers.families import FAMILIES, UnknownFamily, resolve
 from worker.output.parsers.parser import Parser, call_ids, make_parser
+from worker.prompt.rewrites import USUAL_TOOL_FAMILY
 from worker.structured.tool_grammar.build import has_calls, next_message
 
 # Reasoning effort with the least thinking, for families that cannot disable thinking completely.
@@ -25,18 +26,13 @@ _LEAST_EFFORT: Final = {"harmony": "low", "solar_open": "low"}
 class ModelFamily:
     """Family of a model, detected from its template and vocabulary unless its configuration names one."""
 
-    def __init__(self, loaded: LoadedModel, plain_chat: str, knows_tools: bool, wanted: str) -> None:
-        """`plain_chat` is a rendered chat without reasoning or tools: its control tokens only mark turns."""
+    def __init__(self, loaded: LoadedModel, plain_chat: str, family: str, tool_family: str) -> None:
+        """`plain_chat` is a rendered chat without reasoning or tools: its control tokens only mark turns. For the
+        families see `families_of`."""
         tokenizer = loaded.tokenizer
         templates = ChatTemplates.of(tokenizer.chat_template)
-        try:
-            self.family = (
-                resolve(wanted) if wanted else detect_family(templates, tokenizer.get_vocab(), loaded.model_type)
-            )
-        except UnknownFamily as error:
-            raise LoadFailed(Code.BAD_CONFIG, str(error)) from error
-        # Tools for a template without tools are written as text, in the format that the `hermes` parser reads.
-        self.tool_family = self.family if knows_tools and has_calls(self.family) else "hermes"
+        self.family = family
+        self.tool_family = tool_family
         self.closing_ids = _ids(loaded, _closing(self.family))
         # Tokens that end the reasoning if a call is required: a message to a tool must follow it.
         self.calling_ids = _ids(loaded, next_message(self.family)) or self.closing_ids
@@ -95,6 +91,34 @@ class ModelFamily:
             for token in special
             if any(token in marker for marker in markers) or (token in template and token not in plain_chat)
         )
+
+
+def families_of(loaded: LoadedModel, wanted: str) -> tuple[str, str]:
+    """Return the family of a model and the one whose parser reads its calls. Raises `LoadFailed`.
+
+    `wanted` is the family in the model's configuration, or empty.
+    """
+    if wanted:
+        try:
+            family = resolve(wanted)
+        except UnknownFamily as error:
+            raise LoadFailed(Code.BAD_CONFIG, str(error)) from error
+        return family, family if has_calls(family) else USUAL_TOOL_FAMILY
+    templates, vocab = ChatTemplates.of(loaded.tokenizer.chat_template), loaded.tokenizer.get_vocab()
+    family = detect_family(templates, vocab, loaded.model_type)
+    return family, calling_family(templates, vocab, loaded.model_type)
+
+
+def calling_family(templates: ChatTemplates, vocab: Container[str] = (), model_type: str = "") -> str:
+    """Return the family whose notation a model's calls have: its own, else one whose tokens are in its vocabulary, else
+    the one that most models have seen."""
+    family = detect_family(templates, vocab, model_type)
+    if has_calls(family):
+        return family
+    think = getattr(FAMILIES[family].grammar, "think", None)
+    others = (other for other in vocabulary_families(vocab) if has_calls(other))
+    fitting = (other for other in others if think in (None, getattr(FAMILIES[other].grammar, "think", None)))
+    return next(fitting, USUAL_TOOL_FAMILY)
 
 
 def answer_opening(family: str, rendered: str) -> str:

@@ -38,7 +38,7 @@ from worker.model.loader import LoadedModel
 from worker.model.lora.adapters import Adapter, adapters_of
 from worker.output.detokenize import Vocabulary
 from worker.prompt.encode import PromptEncoder
-from worker.prompt.family import ModelFamily
+from worker.prompt.family import ModelFamily, families_of
 from worker.prompt.infill import InfillPrompts
 from worker.prompt.media_prompt import EncodedPrompt, open_media, unserved
 from worker.prompt.next_turn import NextTurnPrompts
@@ -46,15 +46,16 @@ from worker.prompt.questions import QuestionPrompts, question_salt, with_slot
 from worker.prompt.recent_prompts import RecentPrompts
 from worker.prompt.sparse_limits import NO_SPARSE, SparseLimits, name_kept
 from worker.prompt.templates import Renderer
-from worker.prompt.text_limits import (
+from worker.prompt.token_limits import (
     MAX_CHARS_PER_TOKEN,
     MAX_COUNTED_CONTEXTS,
     check_countable,
     check_ids,
+    check_limits,
+    check_sampling,
     empty_prompt,
     generates_text,
 )
-from worker.prompt.token_limits import check_limits, check_sampling
 from worker.prompt.truncation import CONTEXTS, fit_tokens, fit_turns, is_cut
 from worker.prompt.turn_tokens import TurnStarts, warn_of_open_end
 from worker.prompt.word_ids import WordIds
@@ -94,13 +95,16 @@ class Intake:
         self.max_context = loaded.max_context
         self._limits = limits or DEFAULT_LIMITS
         # `_media` is None for a model that takes no media; the reason is in `no_media`.
-        self._media, self.no_media = open_media(loaded, self._encoder, self._limits, memory_bytes)
+        family, tool_family = families_of(loaded, parser)
+        self._media, self.no_media = open_media(loaded, self._encoder, self._limits, memory_bytes, tool_family)
         # Kinds of media that a prompt may contain.
         self.modalities = self._media.modalities if self._media is not None else ()
         self.media_processor = self._media.processor if self._media is not None else None
-        self._renderer = self._media.renderer if self._media is not None else Renderer(loaded.tokenizer)
+        self._renderer = (
+            self._media.renderer if self._media is not None else Renderer(loaded.tokenizer, tool_family=tool_family)
+        )
         opened, closed = self._renderer.probe()
-        self._family = ModelFamily(loaded, opened, self._renderer.knows_tools, parser)
+        self._family = ModelFamily(loaded, opened, family, tool_family)
         self.vocabulary = Vocabulary(loaded.tokenizer)
         self.recent = RecentPrompts()
         self._chat_vocabulary = Vocabulary(loaded.tokenizer, self._family.visible)

@@ -118,7 +118,7 @@ class MediaPrompts:
 
 
 def open_media(
-    loaded: LoadedModel, encoder: PromptEncoder, limits: MediaLimits, memory_bytes: int
+    loaded: LoadedModel, encoder: PromptEncoder, limits: MediaLimits, memory_bytes: int, tool_family: str = ""
 ) -> tuple[MediaPrompts | None, str]:
     """Open the encoder of a model's prompts with media. Return None and the reason if the model takes none."""
     if loaded.vision is None:
@@ -135,7 +135,7 @@ def open_media(
             limits,
             memory_bytes,
         )
-        renderer = Renderer(loaded.tokenizer, processor.markers)
+        renderer = Renderer(loaded.tokenizer, processor.markers, tool_family)
         media = MediaPrompts(processor, renderer, needs.placeholders, needs.mrope is not None)
         if not media.modalities:
             raise UnsupportedVision("its chat template has no place for images")

@@ -41,6 +41,30 @@ ANSWERED: Final[Message] = {**RESULT, "content": "words2"}
 SAID: Final[Message] = {"role": "assistant", "content": "words4"}
 ASKED_NEXT: Final[Message] = {"role": "user", "content": "words5"}
 
+# A chat whose calls have names and ids that only they show.
+NAMED_CALLS: Final[Messages] = [
+    message
+    for number in (1, 2)
+    for message in (
+        {**QUESTION},
+        {
+            **CALLING,
+            "tool_calls": [
+                {
+                    **CALL,
+                    "id": f"call0000{number}",
+                    "function": {"name": "probed_name", "arguments": {"quoted": f"word{number}"}},
+                }
+            ],
+        },
+        {**ANSWERED, "tool_call_id": f"call0000{number}", "name": "probed_name"},
+        SAID,
+    )
+]
+REASONED: Final[tuple[Messages, ...]] = tuple(
+    [QUESTION, {**ASKED, "content": content, "reasoning_content": "words6"}, ANSWERED] for content in ("", "words3")
+)
+
 PROBED_TURNS: Final[tuple[Messages, ...]] = (
     [QUESTION, ASKED, ANSWERED, ASKED_NEXT],
     [QUESTION, ASKED, ASKED_NEXT],

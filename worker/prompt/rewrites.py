@@ -7,24 +7,36 @@ objects.
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, Final
 
 from worker.prompt.contents import joined, media, parts, words, wrapped
+from worker.structured.tool_grammar.call_text import WrittenCall, call_text
+from worker.structured.tool_grammar.formats import SINGLE
 
 Message = dict[str, Any]
 Messages = list[Message]
 
-# Prompt for models whose template renders no tools, in Hermes' format (NousResearch/Hermes-Function-Calling): the
-# `hermes` parser reads that format, and most models have seen it.
+# Family of models that show no notation of their own: most have seen that of Hermes
+# (NousResearch/Hermes-Function-Calling).
+USUAL_TOOL_FAMILY: Final = "hermes"
+# Prompt for models whose template renders no tools, and the notation of calls in it.
 TOOLS_PROMPT: Final = """\
 You may call functions to help with the user's request. The functions, as JSON, one a line:
 <tools>
 {tools}
 </tools>
+{notation}"""
+_USUAL_NOTATION: Final = """\
 For each call, answer with a JSON object within <tool_call></tool_call> tags, and nothing after the last one:
 <tool_call>
-{{"name": <function-name>, "arguments": <arguments-object>}}
+{"name": <function-name>, "arguments": <arguments-object>}
 </tool_call>"""
+_OWN_NOTATION: Final = "To call functions, write calls as in this example, and nothing after the last one:\n"
+_EXAMPLES: Final = (
+    WrittenCall("function_name", {"argument_name": "value"}, 0, "a1b2c3d4e5"),
+    WrittenCall("other_function_name", {"argument_name": "value"}, 1, "f6g7h8i9j0"),
+)
 
 # Text of a result that consists of media only, and of an answer between a result and its media.
 SHOWN_NEXT: Final = "(shown in the next message)"
@@ -45,9 +57,129 @@ def arguments_as_json(messages: Messages) -> Messages:
     ]
 
 
-def calls_in_text(messages: Messages) -> Messages:
-    """Write calls as text, for templates that list tools but drop earlier turns' calls."""
-    return [_call_in_text(message) if message.get("tool_calls") else message for message in messages]
+def calls_in_content(messages: Messages, family: str) -> Messages:
+    """Write calls into the content, in the family's notation, for templates that render results but no calls."""
+    written: Messages = []
+    number = 0
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        if calls:
+            content, text = (
+                message.get("content"),
+                call_text(family, [_written(call, number + at) for at, call in enumerate(calls)]),
+            )
+            message = {key: value for key, value in message.items() if key != "tool_calls"}
+            message["content"] = joined([content, text], "\n") if content else text
+        number += len(calls)
+        written.append(message)
+    return written
+
+
+def calls_in_text(messages: Messages, family: str) -> Messages:
+    """Write calls into the content, and results as messages of the user, for templates that render neither."""
+    return [_result_in_text(message) for message in calls_in_content(messages, family)]
+
+
+def numbered_ids(messages: Messages) -> Messages:
+    """Make ids of the names of calls and their numbers in the conversation, as Kimi K2 writes them, for templates that
+    render the id in place of the name."""
+    return _numbered(messages, is_by_turn=False)
+
+
+def numbered_ids_of_turns(messages: Messages) -> Messages:
+    """The same with the number of a call in its turn, for templates that write such an id without the call's own."""
+    return _numbered(messages, is_by_turn=True)
+
+
+def _numbered(messages: Messages, *, is_by_turn: bool) -> Messages:
+    numbered: Messages = []
+    ids: dict[str, str] = {}
+    number = 0
+    for message in messages:
+        if message.get("tool_calls"):
+            number = 0 if is_by_turn else number
+            calls: Messages = []
+            for call in message["tool_calls"]:
+                call_id = f"functions.{call['function']['name']}:{number}"
+                ids[call.get("id") or ""] = call_id
+                calls.append({**call, "id": call_id})
+                number += 1
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool":
+            call_id = message.get("tool_call_id") or ""
+            message = {**message, "tool_call_id": ids.get(call_id, call_id)}
+        numbered.append(message)
+    return numbered
+
+
+def with_ids(messages: Messages) -> Messages:
+    """Give ids to calls without an id or with that of another call of their turn, and to their results, which are in
+    the order of the calls."""
+    given: Messages = []
+    # Ids of the calls that have no result yet, as they were sent and as they are now.
+    waiting: list[tuple[str, str]] = []
+    sent_ids = {call.get("id") for message in messages for call in message.get("tool_calls") or ()}
+    # In the form of Mistral's ids, which its templates demand.
+    free = (call_id for number in count() if (call_id := f"call{number:05}") not in sent_ids)
+    for message in messages:
+        if message.get("tool_calls"):
+            waiting, calls = [], list[Message]()
+            for call in message["tool_calls"]:
+                sent = call.get("id") or ""
+                is_own = sent and all(sent != other for other, _ in waiting)
+                waiting.append((sent, sent if is_own else next(free)))
+                calls.append({**call, "id": waiting[-1][1]})
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool":
+            sent = message.get("tool_call_id") or ""
+            call = next((call for call in waiting if call[0] == sent), waiting[0] if waiting and not sent else None)
+            if call is not None:
+                waiting.remove(call)
+                message = {**message, "tool_call_id": call[1]}
+        given.append(message)
+    return given
+
+
+def reasoning_in_fields(messages: Messages, names: Sequence[str]) -> Messages:
+    """Send reasoning under further names, for templates that read these."""
+    return [
+        {**message, **dict.fromkeys(names, message["reasoning_content"])}
+        if message.get("reasoning_content")
+        else message
+        for message in messages
+    ]
+
+
+def reasoning_in_parts(messages: Messages) -> Messages:
+    """Send reasoning as a part of the content, for templates such as Mistral's."""
+    return [
+        {**message, "content": [_thinking_part(message), *parts(message.get("content"))]}
+        if message.get("reasoning_content")
+        else message
+        for message in messages
+    ]
+
+
+def reasoning_in_blocks(messages: Messages) -> Messages:
+    """Send answers as blocks of thoughts and text, if any has reasoning, for Apertus' template."""
+    if not any(message.get("reasoning_content") for message in messages):
+        return messages
+    return [
+        {**message, "content": {"blocks": _blocks(message)}}
+        if message["role"] == "assistant" and not isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _thinking_part(message: Message) -> Message:
+    return {"type": "thinking", "thinking": message["reasoning_content"]}
+
+
+def _blocks(message: Message) -> Messages:
+    thought, text = message.get("reasoning_content"), message.get("content") or ""
+    thoughts = [{"type": "thoughts", "text": thought}] if thought else []
+    return [*thoughts, *([{"type": "response", "text": text}] if text or not thoughts else [])]
 
 
 def one_call_each(messages: Messages) -> Messages:
@@ -213,34 +345,36 @@ ADAPTATIONS: Final[tuple[Callable[[Messages], Messages], ...]] = (
 """In the order in which they are tried, the least change first."""
 
 
-def tools_in_text(messages: Messages, tools: Sequence[dict[str, Any]]) -> Messages:
-    """Write tools, calls and results as plain text, for templates that render none of these."""
+CALL_IDS: Final[tuple[Callable[[Messages], Messages], ...]] = (unchanged, numbered_ids, numbered_ids_of_turns)
+"""In the order in which they are tried, for templates that render ids in place of names."""
+
+
+def tools_in_text(messages: Messages, tools: Sequence[dict[str, Any]], family: str) -> Messages:
+    """Write tools in the system message, and how the family writes calls, for templates that render no tools."""
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    prompt = [{"role": "system", "content": TOOLS_PROMPT.format(tools=lines)}] if tools else []
+    if family == USUAL_TOOL_FAMILY:
+        notation = _USUAL_NOTATION
+    else:
+        notation = _OWN_NOTATION + call_text(family, _EXAMPLES[: 1 if family in SINGLE else 2])
+    text = TOOLS_PROMPT.format(tools=lines, notation=notation)
+    prompt = [{"role": "system", "content": text}] if tools else []
     lead = 1 if messages and messages[0]["role"] == "system" else 0
-    merged = one_system([*messages[:lead], *prompt, *messages[lead:]])
-    return alternating([_call_in_text(message) for message in merged])
+    return one_system([*messages[:lead], *prompt, *messages[lead:]])
 
 
-def _call_in_text(message: Message) -> Message:
-    content = message.get("content")
-    if message["role"] == "tool":
-        return {"role": "user", "content": wrapped("<tool_response>\n", content, "\n</tool_response>")}
-    calls = [
-        "<tool_call>\n" + json.dumps(_function(call), ensure_ascii=False) + "\n</tool_call>"
-        for call in message.get("tool_calls") or ()
-    ]
-    if not calls:
+def _result_in_text(message: Message) -> Message:
+    if message["role"] != "tool":
         return message
-    return {"role": message["role"], "content": joined([content, *calls] if content else calls, "\n")}
+    return {"role": "user", "content": wrapped("<tool_response>\n", message.get("content"), "\n</tool_response>")}
 
 
 def _is_text(content: Any) -> bool:
     return isinstance(content, str) and bool(content)
 
 
-def _function(call: Message) -> Message:
-    return {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+def _written(call: Message, number: int) -> WrittenCall:
+    function = call["function"]
+    return WrittenCall(function["name"], function["arguments"], number, call.get("id") or "")
 
 
 def _stringify(call: Message) -> Message:

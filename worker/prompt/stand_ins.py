@@ -25,9 +25,9 @@ from worker.prompt.probe_chats import ANSWERED, ASKED, QUESTION, SAID, TOOL
 from worker.prompt.rewrites import Message, Messages
 
 _MARK: Final = "words_beside_call_"
-# Noncharacters of Unicode around the number of a quoted marker; templates neither strip nor change them.
-_QUOTED: Final = "\ufdd0{}\ufdd1"
-_ANY_QUOTED: Final = re.compile("\ufdd0([0-9]+)\ufdd1")
+# Characters of which one stands on both sides of the number of a quoted marker: noncharacters and private characters of
+# Unicode, which templates neither strip nor change.
+_DELIMITERS: Final = (*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xF0000, 0xFFFFE)))
 _WORDS: Final = re.compile(r"\w+")
 _MARKER_MIN: Final = 3
 _MARKER_MAX: Final = 64
@@ -92,6 +92,33 @@ _OPEN_REASONING: Final = re.compile(r"\s*(?:" + "|".join({re.escape(start) for s
 _Case = tuple[Messages, tuple[dict[str, Any], ...]]
 
 
+class HiddenMarkers:
+    """Quoted markers of the texts of a chat, and the marks that stand for them, which none of the texts holds."""
+
+    def __init__(self, *texts: Any) -> None:
+        self._texts = texts
+        self._markers: list[str] = []
+
+    @cached_property
+    def _delimiter(self) -> str:
+        text = json.dumps(self._texts, ensure_ascii=False)
+        delimiter = next((each for each in _DELIMITERS if each not in text), "")
+        if not delimiter:
+            raise TemplateError("the messages hold every character that could stand for a marker in them")
+        return delimiter
+
+    def mark(self, marker: str) -> str:
+        """Return the mark of a further marker."""
+        self._markers.append(marker)
+        return f"{self._delimiter}{len(self._markers) - 1}{self._delimiter}"
+
+    def shown(self, rendered: str) -> str:
+        """Replace the marks by the markers."""
+        if not self._markers:
+            return rendered
+        return re.sub(f"{self._delimiter}([0-9]+){self._delimiter}", lambda mark: self._markers[int(mark[1])], rendered)
+
+
 class QuotedMarkers:
     """Markers that a template must not see in the texts of messages, because it drops or refuses text there.
 
@@ -107,10 +134,10 @@ class QuotedMarkers:
         # Whether the template renders each chat's text if it has no markers, by the place of the text.
         self._usable: dict[str, list[bool]] = {}
 
-    def hidden(self, messages: Messages, continues: bool) -> tuple[Messages, list[str]]:
+    def hidden(self, messages: Messages, tools: Sequence[Any], continues: bool) -> tuple[Messages, "HiddenMarkers"]:
         """Return the messages with marks in place of quoted markers, and these markers. `continues` means that the
         model continues the last message, which may be reasoning that is still open."""
-        quoted: list[str] = []
+        quoted = HiddenMarkers(messages, tools)
         last = len(messages) - 1
         shown: Messages = []
         for at, message in enumerate(messages):
@@ -118,7 +145,7 @@ class QuotedMarkers:
             shown.append(message if is_open else self._without(message, quoted))
         return shown, quoted
 
-    def _without(self, message: Message, quoted: list[str]) -> Message:
+    def _without(self, message: Message, quoted: HiddenMarkers) -> Message:
         content, reasoning, calls = (message.get(key) for key in ("content", "reasoning_content", "tool_calls"))
         changed: Message = {}
         if content:
@@ -131,7 +158,7 @@ class QuotedMarkers:
             ]
         return {**message, **changed}
 
-    def _content(self, role: str, content: Any, quoted: list[str]) -> Any:
+    def _content(self, role: str, content: Any, quoted: HiddenMarkers) -> Any:
         own = _OWN_REASONING.match(words(content)) if role == "assistant" else None
         visible = own.end() if own else 0
         if isinstance(content, str):
@@ -145,7 +172,7 @@ class QuotedMarkers:
             shown.append(part)
         return shown
 
-    def _value(self, value: Any, quoted: list[str]) -> Any:
+    def _value(self, value: Any, quoted: HiddenMarkers) -> Any:
         """Return a JSON value of a call's arguments with marks."""
         match value:
             case str():
@@ -158,7 +185,7 @@ class QuotedMarkers:
             case _:
                 return value
 
-    def _text(self, place: str, text: str, quoted: list[str]) -> str:
+    def _text(self, place: str, text: str, quoted: HiddenMarkers) -> str:
         markers = self._markers if place in _PLACES_OF_ANSWERS else _REASONING_MARKERS
         present = [marker for marker in markers if marker in text]
         if not present:
@@ -170,8 +197,7 @@ class QuotedMarkers:
             return text
 
         def stand_in(found: re.Match[str]) -> str:
-            quoted.append(found[0])
-            return _QUOTED.format(len(quoted) - 1)
+            return quoted.mark(found[0])
 
         return re.sub("|".join(map(re.escape, sorted(dropping, key=len, reverse=True))), stand_in, text)
 
@@ -187,7 +213,7 @@ class QuotedMarkers:
         """Return whether the template drops or refuses text around these markers, but not around marks."""
         key = (place, *markers)
         if key not in self._dropping:
-            marks = [_QUOTED.format(number) for number in range(len(markers))]
+            marks = list(map(HiddenMarkers().mark, markers))
             # The text of arguments is JSON, in which a marker must stand for itself.
             is_whole = place != "arguments" or all(
                 json.dumps(each, ensure_ascii=False)[1:-1] == each for each in markers
@@ -212,16 +238,6 @@ class QuotedMarkers:
             if at < len(word):
                 return False
         return True
-
-
-def with_quoted(rendered: str, quoted: Sequence[str]) -> str:
-    """Replace the marks of quoted markers by the markers."""
-
-    def marker(mark: re.Match[str]) -> str:
-        number = int(mark[1])
-        return quoted[number] if number < len(quoted) else mark[0]
-
-    return _ANY_QUOTED.sub(marker, rendered) if quoted else rendered
 
 
 def _literals(template: str) -> Iterator[str]:

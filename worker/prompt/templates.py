@@ -1,32 +1,32 @@
 """Rendering of chat messages to prompt text with the model's own template."""
 
-import inspect
 import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
-from functools import cache
-from typing import Any, Final, cast
+from functools import cache, partial
+from typing import Any, Final
 
 from jinja2.exceptions import TemplateError
 from msgspec import structs
-from transformers.utils.chat_template_utils import render_jinja_template
 
-from protocol.chat_templates import ChatTemplates
 from protocol.failures import Code
 from protocol.prompts import ChatPrompt
 from worker.errors import RequestInvalid
+from worker.prompt.chat_template import REFUSALS, ChatTemplate, thinking_variables
 from worker.prompt.contents import media, words
+from worker.prompt.family import calling_family
 from worker.prompt.probe_chats import (
     CALL,
     CALLED_WORDS,
     CALLING,
     LISTED_TOOL,
+    NAMED_CALLS,
     NAMED_TOOL,
     PROBED_TURNS,
     QUESTION,
+    REASONED,
     RESULT,
     SHOWN_RESULT,
     TOOL,
@@ -34,18 +34,26 @@ from worker.prompt.probe_chats import (
 )
 from worker.prompt.rewrites import (
     ADAPTATIONS,
+    CALL_IDS,
     CALL_SHAPES,
     SHOWN_NEXT,
+    USUAL_TOOL_FAMILY,
     Messages,
+    alternating,
     arguments_as_json,
     as_parts,
+    calls_in_content,
     calls_in_text,
     media_to_users,
+    reasoning_in_blocks,
+    reasoning_in_fields,
+    reasoning_in_parts,
     tools_in_text,
     unchanged,
+    with_ids,
 )
 from worker.prompt.simple_tools import simple_tools
-from worker.prompt.stand_ins import QuotedMarkers, marked, opening_of, with_quoted, with_words
+from worker.prompt.stand_ins import QuotedMarkers, marked, opening_of, with_words
 from worker.prompt.time_limit import RENDERING
 from worker.prompt.turn_repairs import (
     DROPPED_TURNS,
@@ -57,8 +65,6 @@ from worker.prompt.turn_repairs import (
 )
 from worker.vision.markers import MediaMarkers
 
-# Errors that template code raises for unexpected messages.
-REFUSALS: Final = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 _NEAREST: Final = {"low": ("medium", "high", ""), "medium": ("high", "low", ""), "high": ("medium", "low", "")}
 
 
@@ -69,24 +75,25 @@ class Renderer:
     (worker/prompt/rewrites.py).
     """
 
-    def __init__(self, tokenizer: Any, markers: MediaMarkers | None = None) -> None:
-        """`markers` are the media markers of a model that takes media; without `markers`, no media are expected."""
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, markers: MediaMarkers | None = None, tool_family: str = "") -> None:
+        """`markers` are the media markers of a model that takes media; without `markers`, no media are expected.
+
+        `tool_family` is the family whose parser reads the model's calls; by default the one that the template shows.
+        """
         self._markers = markers
-        # Without templates, the model's chat format is code, which mlx-lm's wrapper calls.
-        self._templates = ChatTemplates.of(tokenizer.chat_template)
-        self._is_code = not self._templates.names
+        self._template = ChatTemplate(tokenizer)
+        self._is_code = self._template.is_code
         is_readable = not self._is_code or tokenizer.chat_template is None
         self.has_template = bool(tokenizer.has_chat_template) and is_readable
-        # FireFunction's template needs its tools as text, and the current time.
-        self._wants_functions = self._mentions("functions") and not self._mentions("tools")
-        self.knows_tools = self._is_code or self._mentions("tools") or self._wants_functions
-        self._special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
+        self.knows_tools = self._template.may_take_tools
+        self._tool_family = tool_family or calling_family(self._template.templates)
         # Value of `tools` without tools. Most templates test it, but a few iterate over it unconditionally and need an
         # empty list.
         self._no_tools: list[Any] | None = None
         # Markup that opens a call, if text beside calls must be put before it.
         self._opening = ""
+        # Rewrite that sends reasoning where the template reads it.
+        self._place_reasoning: Callable[[Messages], Messages] = partial(reasoning_in_fields, names=("thinking",))
         # Rewrite of message contents. A few templates render contents only as lists, because their models take images.
         self._shape_contents: Callable[[Messages], Messages] = unchanged
         self._shape_contents = self._choose_contents()
@@ -94,13 +101,14 @@ class Renderer:
         self.knows_tools = self.knows_tools and self._renders_tools()
         self._write_calls = self._choose_calls()
         self._shape_calls = self._choose_shape()
+        self._place_reasoning = self._choose_reasoning()
         self._open_calls: Repair = unchanged
         opens = (repair for repair, chat in OPENED_TURNS if self._drops(chat, repair))
         self._open_calls = next(opens, unchanged)
         self._dropped_repairs = [repair for repair, chat in DROPPED_TURNS if self._drops(chat, repair)]
         self._adaptations = tuple(adapt for adapt in ADAPTATIONS if not self._loses_system(adapt)) or ADAPTATIONS
         self._turn_repairs = self._choose_turn_repairs()
-        self._quoted = QuotedMarkers(self._templates.texts, self._adapted)
+        self._quoted = QuotedMarkers(self._template.templates.texts, self._adapted)
         # Kinds of media that the template renders in a user's message.
         self.shown = frozenset(kind for kind in (markers.by_kind if markers else ()) if self._shows("user", kind))
         # Roles whose media the template does not render.
@@ -150,19 +158,19 @@ class Renderer:
 
     def _distinguishes(self, prompt: ChatPrompt, other: ChatPrompt) -> bool:
         """Return whether the template uses a variable in which the thinking options of the two prompts differ."""
-        ours, theirs = _thinking_variables(prompt), _thinking_variables(other)
+        ours, theirs = thinking_variables(prompt), thinking_variables(other)
         changed = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
-        return self._is_code or any(self._mentions(name) for name in changed)
+        return self._is_code or any(self._template.mentions(name) for name in changed)
 
     def _render_somehow(self, prompt: ChatPrompt, opens_answer: bool) -> tuple[str, list[int]]:
         """Render with the first rewrite that the template accepts. If there is none, raise the error for the least
         changed messages.
         """
-        messages = results_in_order(prompt.messages)
+        messages = results_in_order(with_ids(prompt.messages))
         if prompt.media:
             messages = media_to_users(messages, self._hiding, self._bridge)
         if not self.knows_tools and _mentions_tools(prompt):
-            messages = tools_in_text(messages, prompt.tools)
+            messages = self._write_calls(tools_in_text(messages, prompt.tools, self._tool_family))
         for repair in self._dropped_repairs:
             # Without a generation prompt, the last calls are complete in any template.
             messages = repair(messages) if opens_answer or repair is not last_calls_answered else messages
@@ -174,9 +182,9 @@ class Renderer:
                 # An empty turn that is to be continued may be left out of the shape.
                 is_left_out = prompt.continue_final and shape[-1]["role"] != prompt.messages[-1]["role"]
                 shown = structs.replace(prompt, tools=tools, continue_final=prompt.continue_final and not is_left_out)
-                turns, quoted = self._quoted.hidden(shape, shown.continue_final)
+                turns, quoted = self._quoted.hidden(shape, tools, shown.continue_final)
                 try:
-                    text = with_quoted(self._render(turns, shown, opens_answer or is_left_out), quoted)
+                    text = quoted.shown(self._render(turns, shown, opens_answer or is_left_out))
                     return text, self._order(prompt.messages, shape, text)
                 except REFUSALS as error:
                     first = first or error
@@ -221,54 +229,23 @@ class Renderer:
             return "", ""
         return (opened, closed) if opened.startswith(closed) else ("", "")
 
-    def _try(self, messages: Messages, tools: Sequence[dict[str, Any]] = ()) -> str | None:
+    def _try(
+        self, messages: Messages, tools: Sequence[dict[str, Any]] = (), thinking: bool | None = None
+    ) -> str | None:
         """Render exactly these messages with a generation prompt; None if the template refuses them."""
         with suppress(*REFUSALS):
-            return self._render(messages, ChatPrompt(messages, list(tools)), opens_answer=True)
+            return self._render(messages, ChatPrompt(messages, list(tools), thinking=thinking), opens_answer=True)
         return None
 
     def _render(self, messages: Messages, prompt: ChatPrompt, opens_answer: bool) -> str:
-        is_for_tools = self.knows_tools and _mentions_tools(prompt)
         tools = prompt.tools or self._no_tools if self.knows_tools else self._no_tools
-        variables = {**_thinking_variables(prompt), **prompt.template_kwargs}
-        if self._wants_functions:
-            variables = {**_functions(prompt), **variables}
+        has_tools = self.knows_tools and _mentions_tools(prompt)
         if self._is_code:
-            return self._render_in_code(messages, tools, opens_answer, prompt.continue_final, variables)
+            return self._template.render(messages, tools, prompt, opens=opens_answer, has_tools=has_tools)
         messages, texts = marked(messages) if self._opening else (messages, [])
-        messages = self._shape_contents(messages)
-        template = self._templates.with_tools if is_for_tools else self._templates.plain
-        if not template:
-            names = ", ".join(self._templates.names)
-            raise TemplateError(f"none of its templates ({names}) is the default; set chat_template in mlxd.toml")
-        if template != self._templates.plain:
-            tools = prompt.tools  # Never None, because a template for tools may iterate over them unconditionally.
-        rendered, _ = render_jinja_template(
-            conversations=[messages],
-            tools=cast(Any, tools),
-            chat_template=template,
-            add_generation_prompt=opens_answer,
-            continue_final_message=prompt.continue_final,
-            **{**self._special_tokens, **variables},
-        )
-        return with_words(str(rendered[0]), self._opening, texts)
-
-    def _render_in_code(
-        self, messages: Messages, tools: Any, opens_answer: bool, continues: bool, variables: dict[str, Any]
-    ) -> str:
-        accepted = inspect.signature(self._tokenizer.apply_chat_template).parameters
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
-            variables = {name: value for name, value in variables.items() if name in accepted}
-        return str(
-            self._tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=opens_answer,
-                continue_final_message=continues,
-                **variables,
-            )
-        )
+        messages = self._shape_contents(self._place_reasoning(messages))
+        rendered = self._template.render(messages, tools, prompt, opens=opens_answer, has_tools=has_tools)
+        return with_words(rendered, self._opening, texts)
 
     def _choose_contents(self) -> Callable[[Messages], Messages]:
         """Choose lists of parts for message contents if the template drops or refuses strings."""
@@ -299,17 +276,61 @@ class Renderer:
         return self._markers.kinds(text) == ["image"]
 
     def _choose_calls(self) -> Callable[[Messages], Messages]:
-        """Choose a rewrite of earlier calls that the template renders as JSON, without losing them."""
-        ways = (unchanged, arguments_as_json, calls_in_text)
-        if self._is_code or not self.knows_tools:
-            return ways[0]
-        return next((way for way in ways if self._is_written_well(way)), ways[0])
+        """Choose a rewrite of earlier calls with which the template renders their names and arguments, as JSON or in
+        the model's notation, and their results."""
+        if self._is_code:
+            return unchanged
+        in_content, in_text = (partial(way, family=self._tool_family) for way in (calls_in_content, calls_in_text))
+        if not self.knows_tools:
+            # A template without tools takes results only if it knows their role and belongs to a model with calls.
+            takes_results = self._tool_family != USUAL_TOOL_FAMILY and self._knows_role("tool")
+            way = in_content if takes_results and self._is_written_well(in_content) else in_text
+            return lambda messages: alternating(way(messages))
+        for way in (unchanged, arguments_as_json, in_content, in_text):
+            ways = [partial(_chained, (ids, way)) for ids in CALL_IDS]
+            named = [each for each in ways if self._is_written_well(each)]
+            if named:
+                return next((each for each in named if self._shows_same_ids(each)), named[0])
+        return unchanged
 
     def _is_written_well(self, way: Callable[[Messages], Messages]) -> bool:
-        text = self._try(way([QUESTION, CALLING, RESULT]), [TOOL]) or ""
-        is_lost = "quoted" not in text or "word" not in text
+        text = self._try(way(NAMED_CALLS[:3]), [TOOL]) or ""
+        is_lost = any(word not in text for word in ("probed_name", "quoted", "word1", "words2"))
         is_python, is_quoted_twice = "'quoted'" in text, '\\"quoted' in text
         return not (is_lost or is_python or is_quoted_twice)
+
+    def _shows_same_ids(self, way: Callable[[Messages], Messages]) -> bool:
+        """Return whether the ids that the template renders beside results are those of their calls."""
+        messages = way(NAMED_CALLS)
+        text = self._try(messages, [TOOL])
+        ids = [call["id"] for message in messages for call in message.get("tool_calls") or ()]
+        shown = [(text or "").count(call_id) for call_id in ids]
+        return text is not None and (
+            not any(shown) or all(n >= 2 * ids.count(i) for n, i in zip(shown, ids, strict=True))
+        )
+
+    def _knows_role(self, role: str) -> bool:
+        """Return whether the template renders a message of this role otherwise than one of an unknown role."""
+        known, unknown = (self._try([QUESTION, {"role": each, "content": "words1"}]) or "" for each in (role, "words2"))
+        return "words1" in known and known != unknown.replace("words2", role)
+
+    def _choose_reasoning(self) -> Callable[[Messages], Messages]:
+        """Choose where to send reasoning so that the template renders it: in fields, parts or blocks."""
+        names = [name for name in ("reasoning", "thought", "thoughts") if self._template.mentions(name)]
+        usual, all_fields = self._place_reasoning, partial(reasoning_in_fields, names=("thinking", *names))
+        for self._place_reasoning in (usual, all_fields, reasoning_in_parts, reasoning_in_blocks):
+            for thinking in (None, True):
+                if all(self._shows_reasoning(chat, thinking) for chat in REASONED):
+                    return self._place_reasoning
+        # Some templates read a field only if a variable of the request says so.
+        return all_fields
+
+    def _shows_reasoning(self, chat: Messages, thinking: bool | None) -> bool:
+        messages = self._write_calls(self._shape_calls(chat))
+        text = self._try(messages, [TOOL], thinking) or ""
+        # In quotes, the reasoning is in a list that was rendered as data.
+        is_data = re.search("[\"']words6[\"']", text)
+        return not is_data and text.count("words6") == 1 and all(word in text for word in WORD.findall(repr(chat)))
 
     def _choose_shape(self) -> Callable[[Messages], Messages]:
         """Choose a rewrite of turns with several calls that the template neither refuses nor drops in part."""
@@ -384,9 +405,6 @@ class Renderer:
         texts = (self._try(adapt(turns), tools) for adapt in adaptations or self._adaptations)
         return next((text for text in texts if text is not None), None)
 
-    def _mentions(self, name: str) -> bool:
-        return any(re.search(rf"\b{name}\b", template) for template in self._templates.texts)
-
     def _renders_tools(self) -> bool:
         """Return whether the template renders tools, at least after some rewrite of the messages. Other templates
         refuse or ignore tools.
@@ -426,18 +444,7 @@ def _mentions_tools(prompt: ChatPrompt) -> bool:
     )
 
 
-def _functions(prompt: ChatPrompt) -> dict[str, Any]:
-    """Return the variables that FireFunction's model card names. The date has no time, so that equal chats have equal
-    prompts all day."""
-    specs = [tool["function"] for tool in prompt.tools]
-    return {"functions": json.dumps(specs, indent=4, ensure_ascii=False), "datetime": f"{datetime.now(UTC):%Y-%m-%d}"}
-
-
-def _thinking_variables(prompt: ChatPrompt) -> dict[str, Any]:
-    """Return the thinking options under all variable names that templates use; a template ignores unknown names."""
-    variables: dict[str, Any] = {}
-    if prompt.thinking is not None:
-        variables |= {"enable_thinking": prompt.thinking, "thinking": prompt.thinking}
-    if prompt.effort:
-        variables["reasoning_effort"] = prompt.effort
-    return variables
+def _chained(rewrites: Sequence[Callable[[Messages], Messages]], messages: Messages) -> Messages:
+    for rewrite in rewrites:
+        messages = rewrite(messages)
+    return messages

@@ -1,19 +1,52 @@
-"""Check of the limits on tokens: contradictory limits would leave a row without any allowed token."""
+"""Limits of a request's texts, token ids and sampling parameters, by the model's context and vocabulary."""
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from typing import Final
 
 from protocol.failures import Code
 from protocol.to_worker import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN, Generate, Sampling
 from worker.errors import RequestInvalid
-from worker.prompt.text_limits import check_ids
 from worker.sampling.penalties import BadWords
+
+# Maximum number of characters per token of the context; longer text hardly ever fits the context.
+MAX_CHARS_PER_TOKEN: Final = 8
+# Maximum length of a text whose tokens are counted, as a multiple of the text that fits the context.
+MAX_COUNTED_CONTEXTS: Final = 4
+
+
+def check_ids(ids: Collection[int], param: str, vocab_size: int) -> None:
+    """Raise `RequestInvalid` if an id is outside of the vocabulary."""
+    if not ids:
+        return
+    token = min(ids) if min(ids) < 0 else max(ids)
+    if not 0 <= token < vocab_size:
+        message = f"{param} names token id {token}, outside of the model's vocabulary of {vocab_size}"
+        raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
+
+
+def check_countable(text: str, param: str, max_context: int) -> None:
+    """Raise `RequestInvalid` if a text is too long for its tokens to be counted."""
+    most = MAX_COUNTED_CONTEXTS * MAX_CHARS_PER_TOKEN * max_context
+    if len(text) > most:
+        message = f"The text has {len(text)} characters; tokens are counted of at most {most} at once."
+        raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
+
+
+def generates_text() -> RequestInvalid:
+    """Return the refusal of a prompt for a model that makes no text."""
+    message = "This model generates text: it makes neither embeddings nor scores."
+    return RequestInvalid(Code.UNSUPPORTED, message, param="model")
+
+
+def empty_prompt() -> RequestInvalid:
+    return RequestInvalid(Code.INVALID_REQUEST, "the prompt is empty", param="prompt")
 
 
 def check_limits(
     sampling: Sampling, words: BadWords, eos_ids: Sequence[int], suppressed: Sequence[int], vocab_size: int
 ) -> None:
-    """Check a request's limits. Raises `RequestInvalid` if every token could be forbidden at some position."""
+    """Check the limits on tokens. Raises `RequestInvalid` if every token could be forbidden at some position."""
     ends = (*eos_ids, *sampling.stop_ids) if sampling.min_tokens else ()
     lasts = {word[-1] for word in words.bad}
     if not sampling.allowed_ids and len({*suppressed, *ends, *lasts}) < vocab_size:

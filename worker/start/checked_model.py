@@ -11,7 +11,6 @@ from typing import Any
 
 from jinja2.exceptions import TemplateSyntaxError
 from msgspec import structs
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from protocol.chat_templates import ChatTemplates
 from protocol.failures import Code
@@ -25,7 +24,7 @@ from worker.model.batch_mode import DETERMINISTIC, BatchMode, BatchModePlan
 from worker.model.division import Division
 from worker.model.loader import LoadedModel, load, read_config, resolve
 from worker.model.lora.adapters import attach
-from worker.prompt.templates import REFUSALS
+from worker.prompt.chat_template import compiled
 from worker.sparse.importance import ImportanceReader
 from worker.speculation.drafters.proposers import attach_draft, attach_head
 from worker.speculation.drafters.stored_head import NoHead
@@ -119,12 +118,10 @@ def _load_draft(spec: WorkerSpec) -> LoadedModel:
 def check_template(template: str) -> None:
     """Check that a configured template compiles. Raises `LoadFailed`."""
     try:
-        render_jinja_template(conversations=[[]], chat_template=template)
+        compiled(template)
     except TemplateSyntaxError as error:
         message = f"the configured chat_template does not compile: {error.message} (its line {error.lineno})"
         raise LoadFailed(Code.BAD_CONFIG, message) from error
-    except REFUSALS:
-        pass  # the template compiles; it only refuses a chat without messages
 
 
 def adopt_template(tokenizer: Any, path: Path) -> None:

@@ -20,7 +20,9 @@ MARKERS = MediaMarkers({"image": "<img>", "video": "<vid>"}, ("<pad>",))
 MACRO = """
 {%- macro text(content) %}{% if content is string %}{{ content }}{% else %}{% for p in content or [] -%}
 {{ '<img>' if p.type == 'image' else '<vid>' if p.type == 'video' else p.text }}{% endfor %}{% endif %}{% endmacro %}"""
-CALL = "{%- for c in m.tool_calls or [] %}{{ '<call>' + (c.function.arguments | tojson) }}{%- endfor %}"
+CALL = (
+    "{%- for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + (c.function.arguments | tojson) }}{%- endfor %}"
+)
 TOOLS = "{%- for t in tools or [] %}{{ t.function.name }}{%- endfor %}"
 KEEPS = MACRO + TOOLS + "{%- for m in messages %}{{ '[' + m.role + ']' + text(m.content) }}" + CALL + "{%- endfor %}"
 # Of results only the text.

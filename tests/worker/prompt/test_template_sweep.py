@@ -15,9 +15,13 @@ import pytest
 from gateway.api.openai.lowering import lower_chat
 from gateway.api.openai.request import decode_chat
 from gateway.config.settings import ModelConfig
+from protocol.chat_templates import ChatTemplates
 from protocol.prompts import ChatPrompt, Media
+from tests.worker.output.parsers.replay import Case, calls_of, replay
 from tests.worker.prompt.test_templates import Tokenizer
 from tests.worker.prompt.test_turn_repairs import conversation
+from worker.output.parsers.detect import start_in_reasoning
+from worker.prompt.family import calling_family
 from worker.prompt.templates import Renderer
 from worker.vision.markers import MediaMarkers
 
@@ -124,6 +128,30 @@ def test_a_template_takes_turns_in_every_order_and_keeps_their_words(path: Path)
         text = renderer.render(prompt_of(messages, tools))
         wanted = WORD.findall(msgspec.json.encode(messages).decode()) + (["Tells the time."] if tools else [])
         assert [word for word in wanted if word not in text] == [], (head + letters, len(tools))
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_the_parser_of_a_template_reads_the_calls_in_its_prompts(path: Path) -> None:
+    templates = ChatTemplates.of(path.read_text(encoding="utf-8"))
+    tokenizer = Tokenizer(templates.plain)
+    tokenizer.special_tokens_map = {"bos_token": "<s>", "eos_token": "</s>"}
+    renderer, family = Renderer(tokenizer), calling_family(templates)
+    opened, closed = (
+        renderer.render(prompt_of([SYSTEM, USER], TOOLS), opens_answer=opens_answer) for opens_answer in (True, False)
+    )
+    text = renderer.render(prompt_of([SYSTEM, USER, *called(OSLO, NOW), USER], TOOLS), opens_answer=False)
+    # Mistral's tools stand before the last question.
+    asked = text[: text.index("QUESTION-1") + len("QUESTION-1")]
+    before = next(each for each in (opened, closed, asked) if text.startswith(each))
+    [turn, _] = text.removeprefix(before).split("RESULT-0")
+    events, malformed = replay(
+        Case("", family, turn, "", "", [], TOOLS, start_in_reasoning=start_in_reasoning(family, before))
+    )
+    calls = [(call.name, msgspec.json.decode(call.arguments)) for call in calls_of(events)]
+
+    assert malformed == 0
+    # Some templates take one call a turn, with its result.
+    assert calls in ([wanted := ("get_weather", msgspec.json.decode(OSLO[1])), ("now", {})], [wanted])
 
 
 # Markers that templates look for in texts: they split a text there, remove the marker or refuse the text.

@@ -181,7 +181,10 @@ def test_a_template_that_knows_only_plain_schemas_gets_plain_ones() -> None:
 ONE_CALL = (
     "{%- for t in tools or [] %}{{- t.function.name }}{%- endfor %}{%- for m in messages %}{{- '[' + m.role + ']' }}"
 )
-ONE_CALL_END = "{%- if m.tool_calls %}{{- m.tool_calls[0].function.arguments | tojson }}{%- endif %}{%- endfor %}"
+ONE_CALL_END = (
+    "{%- if m.tool_calls %}{%- set f = m.tool_calls[0].function %}{{- f.name + (f.arguments | tojson) }}{%- endif %}"
+    "{%- endfor %}"
+)
 
 
 def _parallel(**fields: Any) -> list[dict[str, Any]]:
@@ -204,7 +207,7 @@ def test_where_only_one_call_a_turn_is_taken_each_has_a_turn_and_its_own_result(
     template = f"{ONE_CALL}{{{{- m.content }}}}{refusal}{ONE_CALL_END}"
     text = render(template, _parallel(content="I ask."), tools=[WEATHER])
 
-    oslo, rome = '{"city": "Oslo"}', '{"city": "Rome"}'
+    oslo, rome = 'get_weather{"city": "Oslo"}', 'get_weather{"city": "Rome"}'
     assert text == f"get_weather[user]q[assistant]I ask.{oslo}[tool]cold[assistant]{rome}[tool]warm"
 
 
@@ -213,7 +216,7 @@ def test_where_a_turn_with_calls_takes_words_or_reasoning_it_gets_both_as_reason
     template = f"{ONE_CALL}{both}{{{{- m.content or m.reasoning_content }}}}{ONE_CALL_END}"
     text = render(template, _parallel(content="I ask.", reasoning_content="Hm."), tools=[WEATHER])
 
-    assert '[assistant]Hm.\n\nI ask.{"city": "Oslo"}[tool]cold[assistant]' in text
+    assert '[assistant]Hm.\n\nI ask.get_weather{"city": "Oslo"}[tool]cold[assistant]' in text
 
 
 def test_calls_and_results_that_do_not_match_are_kept_in_order() -> None:
@@ -268,7 +271,7 @@ def test_the_first_of_two_system_messages_is_kept_where_only_the_last_counts() -
 def test_words_that_a_template_drops_beside_calls_are_a_message_of_their_own() -> None:
     drops = f"{ONE_CALL}{{%- if not m.tool_calls %}}{{{{- m.content }}}}{{%- endif %}}{ONE_CALL_END}"
     text = render(drops, _parallel(content="I ask."), tools=[WEATHER])
-    assert text.startswith('get_weather[user]q[assistant]I ask.[assistant]{"city": "Oslo"}[tool]cold')
+    assert text.startswith('get_weather[user]q[assistant]I ask.[assistant]get_weather{"city": "Oslo"}[tool]cold')
 
 
 class CountingRenderer(Renderer):
@@ -327,6 +330,23 @@ def test_an_answer_that_quotes_a_marker_of_the_template_is_rendered_as_it_was_se
     assert f"[assistant]{answer} More.[user]" in render(ANSWERS + joined + shown + "{%- endfor %}", in_parts)
 
 
+@pytest.mark.parametrize(
+    "delimiters", ["\ufdd0\ufdd1", "\ufdd0\ufdd0", "\ufdd1\ufdd1", "".join(map(chr, range(0xFDD0, 0xFDF0)))]
+)
+@pytest.mark.parametrize("place", ["answer", "question", "tool"])
+def test_no_text_is_taken_for_the_mark_of_a_quoted_marker(delimiters: str, place: str) -> None:
+    marks = "".join(f"{delimiters[:-1]}{number}{delimiters[-1:]}" for number in range(3))
+    answer = f"Before</think>it{marks if place == 'answer' else ''}, and</think>behind."
+    question = {"role": "user", "content": marks if place == "question" else "q"}
+    tool = {"type": "function", "function": {"name": "f", "description": marks if place == "tool" else "d"}}
+    template = "{%- for t in tools or [] %}{{- t.function.name + t.function.description }}{%- endfor %}" + SPLITS
+    template = template.replace("ARGUMENTS", "(c.function.arguments | tojson)")
+    text = render(template, [question, {"role": "assistant", "content": answer}, question], tools=[tool])
+
+    said = question["content"]
+    assert text == f"f{tool['function']['description']}[user]{said}[assistant]{answer}[user]{said}"
+
+
 def test_reasoning_with_which_an_answer_begins_is_the_templates_business() -> None:
     own = {"role": "assistant", "content": "<think>\nthought\n</think>\n\nSaid </think> twice."}
     text = render(SPLITS, [CONVERSATION[1], own, CONVERSATION[1]])
@@ -361,11 +381,11 @@ def test_what_a_template_does_with_markers_that_it_keeps_is_left_to_it() -> None
     members = (
         "{%- for k, v in c.function.arguments.items() %}{{- k + '=' + ('<![CDATA[' + v + ']]>' if '<' in v else v) }}"
     )
-    calls = "{%- for c in m.tool_calls or [] %}" + members + "{%- endfor %}{%- endfor %}"
+    calls = "{%- for c in m.tool_calls or [] %}{{- c.function.name + ':' }}" + members + "{%- endfor %}{%- endfor %}"
     template = TOOLS + calls + "{%- endfor %}"
     function = {"name": "get_weather", "arguments": {"city": "<b>"}}
     messages = [*CONVERSATION[:2], {**CONVERSATION[2], "tool_calls": [{"id": "call_abc", "function": function}]}]
-    assert render(template, messages, tools=[WEATHER]).endswith("[assistant]city=<![CDATA[<b>]]>")
+    assert render(template, messages, tools=[WEATHER]).endswith("[assistant]get_weather:city=<![CDATA[<b>]]>")
 
 
 def test_a_switch_in_a_users_message_is_left_to_the_template_but_not_a_marker_with_the_same_letters() -> None:

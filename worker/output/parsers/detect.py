@@ -1,7 +1,7 @@
 """Detection of a model's family, and of prompts that leave the reasoning open."""
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from typing import Final
 
 from protocol.chat_templates import ChatTemplates
@@ -69,6 +69,8 @@ _TEMPLATES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("think", ("</think>",)),
 )
 _VOCABULARY: Final = (
+    ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>")),
+    ("kimi_k2", ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")),
     ("kimi_k3", ("<|open|>", "<|close|>", "<|sep|>")),
     ("harmony", ("<|channel|>", "<|constrain|>")),
     ("lfm2_pythonic", ("<|tool_call_start|>", "<|tool_call_end|>")),
@@ -101,10 +103,12 @@ def detect_family(templates: ChatTemplates, vocab: Container[str], model_type: s
                 return _SIBLINGS.get((family, model_type), family)
     if model_type in _MODEL_TYPES:
         return resolve(_MODEL_TYPES[model_type])
-    for family, words in _VOCABULARY:
-        if all(word in vocab for word in words):
-            return family
-    return "none"
+    return next(vocabulary_families(vocab), "none")
+
+
+def vocabulary_families(vocab: Container[str]) -> Iterator[str]:
+    """Yield the families whose special tokens a vocabulary has."""
+    return (family for family, words in _VOCABULARY if all(word in vocab for word in words))
 
 
 def reasoning_end(family: str) -> str:

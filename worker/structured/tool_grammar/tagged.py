@@ -38,7 +38,7 @@ _TIGHT_ATTRIBUTES: Final = XmlShape(' name="{name}"', ' name="{key}"', wrap="", 
 _DSML: Final = XmlShape(' name="{name}"', ' name="{key}" string="{is_string}"')
 _GLM: Final = XmlShape(wrap="", end="")
 _TIGHT: Final = XmlShape(wrap="", head="", after="", end="")
-_QWEN: Final = XmlShape(value="\n", before_end="\n")
+QWEN_SHAPE: Final = XmlShape(value="\n", before_end="\n")
 XML_SHAPES: Final[dict[str, XmlShape]] = {
     "deepseek_v32": _DSML,
     "deepseek_v4": _DSML,
@@ -55,20 +55,20 @@ XML_SHAPES: Final[dict[str, XmlShape]] = {
     "minicpm5": _TIGHT_ATTRIBUTES,
     "minimax_m2": _ATTRIBUTES,
     "muse": _ATTRIBUTES,
-    "nemotron_v3": _QWEN,
-    "qwen3_coder": _QWEN,
-    "qwen3_think": _QWEN,
+    "nemotron_v3": QWEN_SHAPE,
+    "qwen3_coder": QWEN_SHAPE,
+    "qwen3_think": QWEN_SHAPE,
     "seed_oss": XmlShape(),
     "spark": _TIGHT,
     "step3": _TIGHT_ATTRIBUTES,
-    "step3p5": _QWEN,
+    "step3p5": QWEN_SHAPE,
 }  # fmt: skip
 # Families that use the second wrapper of their format.
-_SECOND_WRAP: Final = frozenset({"deepseek_v4"})
+SECOND_WRAP: Final = frozenset({"deepseek_v4"})
 
 
 def xml_shape(lark: Lark, form: XmlCalls, family: str, tools: Sequence[ToolSchema]) -> Shape:
-    return _XmlWriter(lark, form, XML_SHAPES.get(family, _QWEN), family).shape(tools)
+    return _XmlWriter(lark, form, XML_SHAPES.get(family, QWEN_SHAPE), family).shape(tools)
 
 
 class _XmlWriter:
@@ -78,7 +78,7 @@ class _XmlWriter:
         self._lark = lark
         self._form = form
         self._look = look
-        at = 1 if family in _SECOND_WRAP else 0
+        at = 1 if family in SECOND_WRAP else 0
         self._wrap = form.wrap[at] if form.wrap else ""
         self._wrap_end = form.wrap_end[at] if form.wrap_end else ""
         # Ends of values that a value may hold. None if the tags after a value are control tokens: then no character
@@ -114,7 +114,7 @@ class _XmlWriter:
             )
         opening = lark.text(look.wrap + form.call)
         first = f"{opening} {self._call(tools, 0)}"
-        if look == _QWEN:
+        if look == QWEN_SHAPE:
             # Qwen's format writes a wrapper around each call.
             one = f"{first} {lark.text(look.end + self._wrap_end)}"
             more = lark.rule(f"{lark.text(chr(10) + self._wrap)} {one}")
