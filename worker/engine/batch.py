@@ -93,9 +93,9 @@ class Batch:
     @property
     def prefilling(self) -> int:
         """Number of rows in prefill that share the next step: of those that are computed one by one, a step runs only
-        one while other rows generate."""
+        one while there are other rows."""
         alone = sum(sequence.is_alone for sequence in self._prefilling)
-        return len(self._prefilling) - alone + (min(alone, 1) if self.decoding else alone)
+        return len(self._prefilling) - alone + (min(alone, 1) if alone < len(self) else alone)
 
     @property
     def longest_prefill(self) -> int:

@@ -78,6 +78,11 @@ class Generator:
         """Groups of all rows, except inserted rows that have not run yet."""
         return [self._prefill, self._decode, *self._scored.rows, *self._asked.rows]
 
+    @property
+    def _has_no_others(self) -> bool:
+        """Whether all rows are computed one by one, so that a pass for each of them delays no other row."""
+        return not len(self._decode) and not len(self._prefill)
+
     def generating(self) -> tuple[list[BatchSequence], list[Any]]:
         """Return the sequences past their prompt, in the order of their rows in the caches, and the caches."""
         return self._decode.sequences, self._decode.caches
@@ -194,10 +199,10 @@ class Generator:
         return prompted
 
     def _run_scored(self, chunk: int) -> list[PrefillProgress]:
-        """Run a slice of each scored prompt, or of only one while other rows generate. A prompt's scores are complete
-        once only its last token is left."""
+        """Run a slice of each scored prompt, or of only one while other rows generate or are in prefill. A prompt's
+        scores are complete once only its last token is left."""
         prompted: list[PrefillProgress] = []
-        for rows in self._scored.due(is_alone=not len(self._decode)):
+        for rows in self._scored.due(is_alone=self._has_no_others):
             sequence = rows.sequences[0]
             if not sequence.is_prefilled:
                 self._decode.finish()
@@ -210,9 +215,9 @@ class Generator:
 
     def _run_asked(self) -> list[PrefillProgress]:
         """Run a slice of each prompt with questions, or a pass of its questions; only of one row while other rows
-        generate."""
+        generate or are in prefill."""
         prompted: list[PrefillProgress] = []
-        for rows in self._asked.due(is_alone=not len(self._decode)):
+        for rows in self._asked.due(is_alone=self._has_no_others):
             sequence = rows.sequences[0]
             self._decode.finish()
             if sequence.is_prefilled:

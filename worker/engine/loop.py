@@ -34,7 +34,7 @@ from worker.engine.rank_peers import RankPeers
 from worker.engine.request_loop import RequestLoop
 from worker.engine.row import Row
 from worker.engine.scheduling.heartbeat import Heartbeat
-from worker.engine.scheduling.kv_budget import KvCost
+from worker.engine.scheduling.kv_budget import AdmissionPass, KvCost
 from worker.engine.scheduling.memory_limits import MemoryLimits
 from worker.engine.scheduling.queue import Queue
 from worker.engine.sparse_rows import SparseRows
@@ -236,15 +236,13 @@ class Engine(RequestLoop[Row]):
 
     def _admit(self) -> None:
         held: list[Row] = []
-        while len(self._queue) and len(self._batch) < self.max_running:
+        room = AdmissionPass(self._memory.kv, self.sparse.needs)
+        while len(self._queue) and len(self._batch) < self.max_running and room.tries:
             row = self._queue.pop()
-            if self._batch.is_awaiting(row):
+            yields = self._first_to_yield([row]) is not None
+            if self._batch.is_awaiting(row) or not room.admits(self._batch.rows, row, yields=yields):
                 held.append(row)
                 continue
-            fits = self._memory.kv.admits(self._batch.rows, row, self.sparse.needs(row))
-            if not fits or self._first_to_yield([row]) is not None:
-                held.append(row)
-                break  # smaller rows that come later must not starve this row
             if self.sparse.must_wait(row) or self._batch.must_wait(row, is_first=not held):
                 held.append(row)
                 continue

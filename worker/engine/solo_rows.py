@@ -20,8 +20,8 @@ class SoloRows:
         self.rows.append(SequenceGroup([sequence], caches))
 
     def due(self, *, is_alone: bool) -> list[SequenceGroup]:
-        """Return the rows whose turn it is: all rows, or only one of them while other rows generate and are delayed by
-        it."""
+        """Return the rows whose turn it is: all rows, or only one of them while there are other rows, which it
+        delays."""
         if is_alone or not self.rows:
             return list(self.rows)
         self.rows = [*self.rows[1:], self.rows[0]]

@@ -129,8 +129,9 @@ def test_a_tick_that_fails_behind_the_scores_of_a_row_loses_none_of_them(
     assert (result.finish, len(result.logprobs), result.ids) == (Finish.LENGTH, len(ids), [])
 
 
-def test_beside_a_row_that_generates_prompts_are_scored_one_at_a_time(
-    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_generating", [True, False])
+def test_beside_a_row_that_generates_or_is_in_prefill_prompts_are_scored_one_at_a_time(
+    is_generating: bool, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slices: list[int] = []
     beside: list[int] = []
@@ -143,17 +144,19 @@ def test_beside_a_row_that_generates_prompts_are_scored_one_at_a_time(
     def counted_step(self: Generator, *args: Any, **settings: Any) -> Any:
         slices.append(0)
         stepped = step(self, *args, **settings)
-        beside.extend(slices[-1:] if len(self._decode) else ())  # pyright: ignore[reportPrivateUsage]
+        others = self._decode if is_generating else self._prefill  # pyright: ignore[reportPrivateUsage]
+        beside.extend(slices[-1:] if len(others) else ())
         return stepped
 
     monkeypatch.setattr(ScoredRows, "run", counted_run)
     monkeypatch.setattr(Generator, "run_passes", counted_step)
     rng = random.Random(2)
     longs = [tuple(rng.randrange(10, VOCAB) for _ in range(5 * SLICE_TOKENS)) for _ in range(4)]
-    with EngineHarness(spec(model_folder("qwen3"), speculate="off")) as engine:
-        stream = Generate(next(rids), TokensPrompt((20,)), Sampling(0.0, ignore_eos=True), 1500)
+    prompt = (20,) if is_generating else 20 * longs[0]
+    with EngineHarness(spec(model_folder("qwen3"), speculate="off", prefill_chunk=16)) as engine:
+        stream = Generate(next(rids), TokensPrompt(prompt), Sampling(0.0, ignore_eos=True), 1500)
         result = engine.submit(stream)
-        engine.wait(lambda: result.ids)
+        engine.wait(lambda: result.ids or result.progress)
         results = [engine.submit(scored(ids)) for ids in longs]
         engine.wait(lambda: all(each.terminals for each in results))
         engine.command(Abort((stream.rid,)))

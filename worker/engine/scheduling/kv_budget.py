@@ -3,7 +3,8 @@
 A batch is padded to its longest row, so each row costs as much as the longest.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +22,8 @@ ID_BYTES: Final = 4
 UNLIMITED_TOKENS: Final = 2**31 - 1
 # Admission reserves KV for this many output tokens; a row that grows further may be preempted for older rows.
 RESERVED_OUTPUT_TOKENS: Final = 256
+# Number of rows behind one without room that are tried in a step.
+TRIES_BEHIND: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +133,44 @@ class KvBudget:
         """Return the expected number of tokens of a row at its end, but at least the number that it has after the next
         step, so that a row is not preempted right after it is admitted."""
         return row.prompt_slots + max(len(row.output) + self.step, min(row.max_tokens, RESERVED_OUTPUT_TOKENS))
+
+
+@dataclass(slots=True)
+class AdmissionPass:
+    """One pass over the waiting rows in their order, which finds those that have room beside the running rows.
+
+    `needs` returns the bytes that a row needs in addition to its KV. `short` is the first row without room, and `tries`
+    is the number of rows that are still to be tried.
+    """
+
+    budget: KvBudget
+    needs: Callable[[Row], int]
+    short: Row | None = None
+    tries: int = TRIES_BEHIND
+
+    def admits(self, running: Sequence[Row], row: Row, *, yields: bool = False) -> bool:
+        """Whether the next row may run. If it `yields` to others, as do all rows after it, the pass is over."""
+        if yields:
+            self.tries = 0
+            return False
+        if self.short is not None:
+            self.tries -= 1
+        if self.budget.admits(running, row, self.needs(row)) and self._may_pass(running, row):
+            return True
+        self.short = self.short or row
+        return False
+
+    def _may_pass(self, running: Sequence[Row], row: Row) -> bool:
+        """Whether a row may run before `short`.
+
+        It may if its tenant has fewer running rows: the tenant of `short` has its turn already. It also may if `short`
+        has room beside it and all rows that came after `short`. So rows that keep coming do not starve a large one.
+        """
+        short = self.short
+        if short is None or row.priority > short.priority:
+            return short is None
+        tenants = Counter(each.tenant for each in running)
+        if tenants[row.tenant] < tenants[short.tenant]:
+            return True
+        later = [each for each in running if each.arrival > short.arrival]
+        return self.budget.admits([row, *later], short, self.needs(short))
