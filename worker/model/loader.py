@@ -22,7 +22,7 @@ from huggingface_hub.file_download import repo_folder_name
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import load_model, load_tokenizer
 
-from protocol.checkpoint import CONTEXT_KEYS, Contradiction, context_of, has_media
+from protocol.checkpoint import CONTEXT_KEYS, UnusableRope, context_of, has_media
 from protocol.experts import has_index, read_index
 from protocol.failures import Code
 from protocol.spec import WorkerSpec
@@ -215,7 +215,7 @@ def folded_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration as the classes of MLX's libraries read it. Raises `LoadFailed`."""
     try:
         return fold(config)
-    except Contradiction as error:
+    except UnusableRope as error:
         raise LoadFailed(Code.MODEL_CORRUPT, str(error)) from error
 
 
