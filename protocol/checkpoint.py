@@ -5,11 +5,13 @@ The gateway reports these facts before a load and estimates the model's memory f
 the model, its towers and heads.
 """
 
+import errno
 import json
 import math
 import re
 from collections.abc import Mapping
 from copy import deepcopy
+from pathlib import Path
 from typing import Any, Final
 
 CONTEXT_KEYS: Final = (
@@ -21,6 +23,21 @@ CONTEXT_KEYS: Final = (
     "n_ctx",
     "model_max_length",
 )
+
+
+def file_bytes(file: Path) -> bytes:
+    """Return the content of a model's file. Raises `OSError`, also for a FIFO or a device, whose read may not end."""
+    if file.exists() and not file.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(file))
+    return file.read_bytes()
+
+
+def file_json(file: Path) -> Any:
+    """Return the content of a model's JSON file. Raises `OSError`, and `ValueError` for other content."""
+    try:
+        return json.loads(file_bytes(file))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 # Factors above this number cannot be meant.

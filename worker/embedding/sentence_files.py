@@ -1,11 +1,11 @@
 """Steps from hidden states to a vector, and prompts, as in the files of sentence-transformers in a model's folder."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
+from protocol.checkpoint import file_json
 from protocol.failures import Code
 from protocol.kinds import MODULES
 from worker.errors import LoadFailed
@@ -114,7 +114,7 @@ def _inside(folder: Path, path: str) -> Path:
 
 def _modules(file: Path) -> list[dict[str, Any]]:
     try:
-        content = json.loads(file.read_bytes())
+        content = file_json(file)
     except (OSError, ValueError) as error:
         raise LoadFailed(Code.MODEL_CORRUPT, f"{file} is not readable JSON: {error}") from error
     if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
