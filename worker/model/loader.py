@@ -32,6 +32,7 @@ from worker.errors import LoadFailed, foreign_code
 from worker.model import packing
 from worker.model.batch_mode import BatchModePlan
 from worker.model.checkpoint_view import CONFIG, checkpoint_view
+from worker.model.class_checks import check_activation, check_floats, check_head, untied
 from worker.model.division import Division
 from worker.model.experts.expert_cache import attach as attach_experts
 from worker.model.experts.gathered_rows import experts_per_token, pass_tokens
@@ -39,7 +40,6 @@ from worker.model.linears import Linears
 from worker.model.load_errors import explain
 from worker.model.rope_check import check_rope
 from worker.model.tokenizer_file import load_described
-from worker.model.weight_checks import check_floats, check_head, untied
 from worker.speculation.drafter import Proposer
 from worker.vision.attach import Vision, attach
 from worker.vision.checkpoint import fold, text_config
@@ -61,6 +61,7 @@ _DEFAULT_CONTEXT: Final = 8192
 _UNLIMITED_TOKENS: Final = 1_000_000_000
 # Endings of the files that a load reads.
 _READ: Final = frozenset({".jinja", ".json", ".model", ".py", ".safetensors", ".txt"})
+_GENERATION: Final = "generation_config.json"
 _LFS_POINTER: Final = b"version https://git-lfs"
 # Limit of headers, the same as MAX_HEADER_SIZE of huggingface/safetensors (safetensors/src/tensor.rs), whose own
 # readers refuse longer headers, too.
@@ -125,6 +126,7 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
             raise LoadFailed(Code.BAD_CONFIG, "a model of a group has its experts in memory, not on disk")
         model, config, experts = _load_text(path, config, spec)
         check_rope(model, text_config(config))
+        check_activation(model, text_config(config))
         check_floats(path, model)
         tables = _table_rows(model)
         if division is not None:
@@ -174,13 +176,21 @@ def _load_text(path: Path, config: dict[str, Any], spec: WorkerSpec) -> tuple[An
         raise LoadFailed(Code.BAD_CONFIG, f'the experts of {path} are on disk: serve it with experts = "disk"')
     folded = folded_config(config)
     changed = untied(path, folded)
-    with checkpoint_view(path, {CONFIG: changed}) as view:
+    with checkpoint_view(path, {CONFIG: changed, **_generation_config(path)}) as view:
         if has_media(config):
             model, loaded = load_text_model(view, spec.trust_remote_code)
         else:
             model, loaded = load_model(view, lazy=True, trust_remote_code=spec.trust_remote_code)
     check_head(path, model, changed, folded)
     return model, loaded, None
+
+
+def _generation_config(path: Path) -> dict[str, dict[str, Any]]:
+    """Return generation_config.json as the gateway reads it; mlx-lm ignores a file with a byte order mark."""
+    with suppress(OSError, ValueError):
+        content = file_json(path / _GENERATION)
+        return {_GENERATION: content} if isinstance(content, dict) else {}
+    return {}
 
 
 def _load_without_experts(path: Path, config: dict[str, Any], spec: WorkerSpec) -> tuple[Any, dict[str, Any], Stats]:

@@ -1,7 +1,8 @@
-"""Checks of weights against what a class of mlx-lm makes of them: types of numbers, and heads of their own."""
+"""Checks of what a class of mlx-lm makes of a model's files: types of numbers, heads of their own, activations."""
 
 import json
 import struct
+import sys
 from collections.abc import Mapping
 from itertools import repeat
 from pathlib import Path
@@ -18,6 +19,8 @@ from worker.errors import LoadFailed
 # Modules that compute with their weights as numbers. MLX loads floats of 8 bits as integers, whose scales only modules
 # of other types apply.
 _OF_FLOATS: Final = (nn.Linear, nn.Embedding, nn.RMSNorm, nn.LayerNorm, SwitchLinear)
+# Names of the activation of `swiglu`, with which most classes compute whatever `hidden_act` says.
+_SILU: Final = ("silu", "swish", "swiglu")
 _TIED: Final = "tie_word_embeddings"
 _HEAD: Final = "lm_head"
 _EMBEDDING: Final = "embed_tokens.weight"
@@ -43,6 +46,18 @@ def check_floats(path: Path, model: Any) -> None:
             raise LoadFailed(Code.MODEL_UNSUPPORTED, message)
 
 
+def check_activation(model: Any, section: Mapping[str, Any]) -> None:
+    """Check that the class computes with the activation that the text configuration names. Raises `LoadFailed`."""
+    stated = section.get("hidden_act")
+    if not isinstance(stated, str) or stated.lower() in _SILU:
+        return
+    modules = {type(part).__module__ for part in model.modules()}
+    if any(hasattr(sys.modules[name], "swiglu") for name in modules if name.startswith("mlx_lm.models.")):
+        kind = section.get("model_type")
+        message = f"mlx-lm's class for {kind!r} computes with silu, and config.json has hidden_act = {stated!r}"
+        raise LoadFailed(Code.MODEL_UNSUPPORTED, message)
+
+
 def untied(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration that does not tie the embedding to the head if the files hold another head.
 
@@ -50,7 +65,7 @@ def untied(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """
     text = config.get("text_config")
     sections = [section for section in (config, text) if isinstance(section, dict)]
-    is_stated = any(section.get(_TIED) is False for section in sections)
+    is_stated = all(section.get(_TIED) is False for section in sections)
     if is_stated or not _has_own_head(path):
         return dict(config)
     inner = {"text_config": {**text, _TIED: False}} if isinstance(text, dict) else {}

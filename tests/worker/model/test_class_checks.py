@@ -1,4 +1,6 @@
-"""Weights as a class of mlx-lm takes them: a head of its own is used, and no layer computes with whole numbers."""
+"""Files as a class of mlx-lm takes them: a head of its own is used, no layer computes with whole numbers, and an
+activation that the class does not have is refused.
+"""
 
 import json
 from pathlib import Path
@@ -12,8 +14,8 @@ from protocol.failures import Code
 from tests.support.engine import spec
 from tests.support.models import build
 from worker.errors import LoadFailed
+from worker.model.class_checks import check_head, untied
 from worker.model.loader import load
-from worker.model.weight_checks import check_head, untied
 
 IDS = [[20, 27, 34, 41, 48]]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -58,6 +60,17 @@ def test_a_head_that_differs_from_the_embedding_is_used_whatever_the_configurati
     assert mx.array_equal(logits(folder), expected).item()
 
 
+@pytest.mark.parametrize(("outer", "inner"), [(True, False), (False, True), (True, True), (None, None)])
+def test_a_head_of_its_own_counts_where_two_sections_contradict_each_other(
+    tmp_path: Path, outer: bool | None, inner: bool | None
+) -> None:
+    folder = build("qwen3", tmp_path / "model", num_hidden_layers=2)
+    config = {"tie_word_embeddings": outer, "text_config": {"tie_word_embeddings": inner}}
+    assert untied(folder, config) == config
+    rewrite(folder, lm_head__weight=tensor(folder, EMBEDDING) * -2)
+    assert untied(folder, config) == {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": False}}
+
+
 def test_a_copy_of_the_embedding_as_the_head_is_no_other_head(tmp_path: Path) -> None:
     folder = build("llama", tmp_path / "model", num_hidden_layers=2)
     expected = logits(folder)
@@ -84,6 +97,24 @@ def test_weights_that_mlx_reads_as_whole_numbers_are_refused(tmp_path: Path, nam
     with pytest.raises(LoadFailed, match=f"{name} in .*int") as caught:
         logits(folder)
     assert caught.value.failure.code is Code.MODEL_UNSUPPORTED
+
+
+@pytest.mark.parametrize(("name", "is_served"), [("relu", False), ("gelu", False), ("silu", True), ("swish", True)])
+def test_an_activation_that_the_class_does_not_have_is_refused(tmp_path: Path, name: str, is_served: bool) -> None:
+    folder = build("llama", tmp_path / "model", num_hidden_layers=2)
+    configure(folder, "hidden_act", name)
+    if is_served:
+        logits(folder)
+        return
+    with pytest.raises(LoadFailed, match=f"hidden_act = '{name}'") as caught:
+        logits(folder)
+    assert caught.value.failure.code is Code.MODEL_UNSUPPORTED
+
+
+def test_end_of_sequence_tokens_are_read_from_a_file_with_a_byte_order_mark(tmp_path: Path) -> None:
+    folder = build("qwen3", tmp_path / "model", num_hidden_layers=2)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1]}), encoding="utf-8-sig")
+    assert {0, 1} <= set(load(spec(folder), lambda _stage, _done, _total: None).eos_ids)
 
 
 def test_a_tensor_that_the_class_does_not_have_is_named(tmp_path: Path) -> None:
