@@ -5,9 +5,13 @@ The gateway reports these facts before a load and estimates the model's memory f
 the model, its towers and heads.
 """
 
+import errno
+import json
+import math
 import re
 from collections.abc import Mapping
 from copy import deepcopy
+from pathlib import Path
 from typing import Any, Final
 
 CONTEXT_KEYS: Final = (
@@ -19,6 +23,21 @@ CONTEXT_KEYS: Final = (
     "n_ctx",
     "model_max_length",
 )
+
+
+def file_bytes(file: Path) -> bytes:
+    """Return the content of a model's file. Raises `OSError`, also for a FIFO or a device, whose read may not end."""
+    if file.exists() and not file.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(file))
+    return file.read_bytes()
+
+
+def file_json(file: Path) -> Any:
+    """Return the content of a model's JSON file. Raises `OSError`, and `ValueError` for other content."""
+    try:
+        return json.loads(file_bytes(file))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 # Factors above this number cannot be meant.
@@ -55,7 +74,7 @@ def _scaled_context(section: Mapping[str, Any], stated: float) -> int:
         return 0
     if not isinstance(factor, int | float) or not 1 < factor < _MAX_FACTOR:
         return 0
-    original = table.get("original_max_position_embeddings")
+    original = table.get(_ORIGINAL) or section.get(_ORIGINAL)
     return int((original if isinstance(original, int | float) else stated) * factor)
 
 
@@ -117,23 +136,37 @@ _THETA: Final = ("rope_theta", "rotary_emb_base", "rope_global_base_freq", "glob
 _SLIDING_THETA: Final = ("rope_local_base_freq", "rope_local_theta", "swa_rope_theta", "local_rope_theta")
 _PART: Final = ("partial_rotary_factor", "rotary_pct")
 _TABLES: Final = ("rope_parameters", "rope_scaling")
+_KIND_KEYS: Final = ("type", "rope_type")
 # Keys of `rope_parameters` that `rope_scaling` never had.
 _NOT_SCALING: Final = ("rope_theta", "partial_rotary_factor")
+# Other names of a type, under the one that mlx-lm's classes know.
+_SAME_KIND: Final = {"su": "longrope", "mrope": UNSCALED[0]}
+# Types whose frequencies depend on the context of the training before they were scaled, and the key of that context.
+_OF_ORIGINAL: Final = ("yarn", "llama3", "longrope")
+_ORIGINAL: Final = "original_max_position_embeddings"
+# Keys whose numbers are above zero, and keys of other numbers.
+_POSITIVE: Final = (*_THETA, *_SLIDING_THETA, *_PART, "factor", _ORIGINAL)
+_NUMBERS: Final = (
+    *_POSITIVE, "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow",
+    "low_freq_factor", "high_freq_factor",
+)  # fmt: skip
 
 
-class Contradiction(ValueError):
-    """Raised for two keys of one configuration that contradict each other."""
+class UnusableRope(ValueError):
+    """Raised for a rotary embedding that a configuration states in two ways, or not in numbers."""
 
 
 def fold_rope(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration, or a section of one, with both forms of what it and its sections state.
 
-    Raises `Contradiction` if both forms state a number, and the numbers differ.
+    Raises `UnusableRope` if both forms state a number, and the numbers differ, and for values that are no such number.
     """
     folded = {
         key: fold_rope(value) if isinstance(value, dict) and key not in _TABLES else deepcopy(value)
         for key, value in section.items()
     }
+    _check_numbers(folded, "config.json")
+    _complete_tables(folded)
     if isinstance(scaling := folded.get("rope_scaling"), dict):
         _agree(folded, _THETA[:1], scaling.get("rope_theta"))
         folded["rope_scaling"] = _typed(scaling)
@@ -158,15 +191,53 @@ def fold_rope(section: Mapping[str, Any]) -> dict[str, Any]:
     return folded
 
 
+def _complete_tables(section: dict[str, Any]) -> None:
+    """Check the tables of a section, drop their nulls, and add the original context where transformers takes another.
+
+    transformers 5 reads tables for each type of layer under either key. Raises `UnusableRope`.
+    """
+    for key in _TABLES:
+        if not isinstance(rope := section.get(key), dict):
+            continue
+        for table in [rope, *(table for table in rope.values() if isinstance(table, dict))]:
+            _check_numbers(table, f"{key} of config.json")
+            for name in [name for name, value in table.items() if value is None and name in (*_NUMBERS, *_KIND_KEYS)]:
+                del table[name]
+            kinds = {_SAME_KIND.get(str(table[name]), str(table[name])) for name in _KIND_KEYS if name in table}
+            if len(kinds) > 1:
+                names = " and ".join(json.dumps(table[name]) for name in _KIND_KEYS)
+                raise UnusableRope(f"{key} of config.json gives {' and '.join(_KIND_KEYS)} as {names}")
+            original = section.get(_ORIGINAL) or section.get("max_position_embeddings")
+            if kinds & {*_OF_ORIGINAL} and original:
+                table.setdefault(_ORIGINAL, original)
+    if _is_by_layer_type(scaling := section.get("rope_scaling")):
+        if section.get("rope_parameters"):
+            raise UnusableRope("rope_scaling and rope_parameters of config.json both have tables by type of layer")
+        section["rope_parameters"], section["rope_scaling"] = scaling, None
+
+
+def _check_numbers(table: Mapping[str, Any], place: str) -> None:
+    for key in _NUMBERS:
+        value = table.get(key)
+        if value is None or isinstance(
+            value, list | dict
+        ):  # of each layer; whether the class reads it is checked later
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or (key in _POSITIVE and value <= 0):
+            raise UnusableRope(f"{place} gives {key} as {json.dumps(value)}")
+
+
 def rope_tables(section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the rotary embedding that a folded section states, as a table for each type of layer.
 
     The type is empty where the section states one table for all layers.
     """
-    rope = section.get("rope_parameters")
+    rope, scaling = section.get("rope_parameters"), section.get("rope_scaling")
+    if not rope and _is_by_layer_type(scaling):
+        rope = scaling
     if isinstance(rope, dict) and rope:
         return _by_layer_type(rope)
-    scaling = section.get("rope_scaling")
     table: dict[str, Any] = dict(scaling) if isinstance(scaling, dict) else {}
     for key, names in (("rope_theta", _THETA), ("partial_rotary_factor", _PART)):
         if (value := next((section[name] for name in names if section.get(name) is not None), None)) is not None:
@@ -176,12 +247,18 @@ def rope_tables(section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def kind_of_scaling(table: Mapping[str, Any]) -> str:
     """Return the type of a table, such as `yarn`."""
-    return str(table.get("type") or table.get("rope_type") or UNSCALED[0])
+    kind = str(table.get("type") or table.get("rope_type") or UNSCALED[0])
+    return kind if kind in UNSCALED else _SAME_KIND.get(kind, kind)
 
 
 def is_scaled(table: Mapping[str, Any]) -> bool:
     """Return whether a table scales positions or frequencies for a longer context."""
-    return kind_of_scaling(table) not in (*UNSCALED, "proportional") and table.get("factor") not in (1, 1.0)
+    kind = kind_of_scaling(table)
+    return kind == "longrope" or (kind not in (*UNSCALED, "proportional") and table.get("factor") not in (1, 1.0))
+
+
+def _is_by_layer_type(rope: Any) -> bool:
+    return isinstance(rope, dict) and any(isinstance(table, dict) for table in rope.values())
 
 
 def _by_layer_type(rope: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -202,18 +279,18 @@ def _fold_scaling(section: dict[str, Any], table: Mapping[str, Any]) -> None:
     for key in sorted({*scaling, *stated} - {*_NOT_SCALING, "type", "rope_type"}):
         ours, theirs = scaling.get(key), stated.get(key)
         if ours != theirs and (key == "mrope_section" or (ours is not None and theirs is not None)):
-            raise Contradiction(f"rope_scaling and rope_parameters of config.json differ in {key}: {ours} and {theirs}")
+            raise UnusableRope(f"rope_scaling and rope_parameters of config.json differ in {key}: {ours} and {theirs}")
     kinds = kind_of_scaling(scaling), kind_of_scaling(stated)
     if kinds[0] != kinds[1] and not set(kinds) <= set(UNSCALED):
-        raise Contradiction(f"rope_scaling of config.json has the type {kinds[0]}, and rope_parameters {kinds[1]}")
+        raise UnusableRope(f"rope_scaling of config.json has the type {kinds[0]}, and rope_parameters {kinds[1]}")
 
 
 def _typed(scaling: Mapping[str, Any]) -> dict[str, Any]:
     """Return a table with its type under both names, and its factor as the float that some classes insist on."""
     if "mrope_section" in scaling and "type" in scaling:
         return dict(scaling)
-    typed = {**scaling, "type": kind_of_scaling(scaling)}
-    typed.setdefault("rope_type", typed["type"])
+    kind = kind_of_scaling(scaling)
+    typed = {**scaling, "type": kind, "rope_type": kind}
     if type(typed.get("factor")) is int:
         typed["factor"] = float(typed["factor"])
     return typed
@@ -232,4 +309,4 @@ def _agree(section: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
         if section.get(key) is None:
             section[key] = value
         elif section[key] != value:
-            raise Contradiction(f"config.json gives {key} as {section[key]}, and as {value} in rope_parameters")
+            raise UnusableRope(f"config.json gives {key} as {section[key]}, and as {value} in rope_parameters")

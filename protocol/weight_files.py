@@ -4,11 +4,12 @@ An index names the files. Without an index all `model*.safetensors` are parts of
 (a copy that Finder made, an older version) leaves open which one is meant.
 """
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
+
+from protocol.checkpoint import file_json
 
 PATTERN: Final = "model*.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -28,12 +29,14 @@ class UnusableWeights(ValueError):
 def weight_files(folder: Path, pattern: str = PATTERN) -> list[Path]:
     """Return the weight files of a folder, sorted by name. Raises `UnusableWeights`.
 
-    Links into the Hugging Face cache may be broken, and count as missing.
+    Links into the Hugging Face cache may be broken, and count as missing, as folders and FIFOs do.
     """
-    there = {file.name: file for file in sorted(folder.glob(pattern)) if file.exists() and file.name[0] != "."}
+    there = {file.name: file for file in sorted(folder.glob(pattern)) if file.is_file() and file.name[0] != "."}
     if not there:
         raise UnusableWeights(f"{folder} holds no {pattern} file", is_missing=True)
     index = folder / INDEX
+    if index.is_symlink() and not index.exists():
+        raise UnusableWeights(f"{folder} lacks {INDEX}: its link is broken", is_missing=True)
     if index.exists():
         named = set(_weight_map(index).values())
         if missing := sorted(named - there.keys()):
@@ -64,8 +67,8 @@ def check_tensors(folder: Path, tensors: Mapping[str, Collection[str]]) -> None:
 def _weight_map(index: Path) -> dict[str, str]:
     """Return the file of each tensor as an index states it."""
     try:
-        content: Any = json.loads(index.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        content: Any = file_json(index)
+    except (OSError, ValueError) as error:
         raise UnusableWeights(f"{index} is not readable JSON: {error}") from None
     match content:
         case {"weight_map": {**weight_map}} if weight_map and all(

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from gateway.model_files.metadata import TensorEntry, Unreadable, find, own_context, read_config, read_tensors
 from protocol.chat_templates import ADDITIONAL_TEMPLATES, ChatTemplates
+from protocol.checkpoint import file_bytes, file_json
 
 # Each prompt format for filling in the middle begins with one of these tokens. Workers know the whole formats.
 FILL_MARKS: Final = ("<|fim_prefix|>", "<fim_prefix>", "▁<PRE>", "<｜fim▁begin｜>", "<[fim-suffix]>", "[SUFFIX]")
@@ -126,7 +127,7 @@ def _fills_middle(folder: Path) -> bool:
     marks = [json.dumps(mark, ensure_ascii=is_ascii).encode() for mark in FILL_MARKS for is_ascii in (True, False)]
     for name in ("added_tokens.json", "tokenizer_config.json", "tokenizer.json"):
         try:
-            text = (folder / name).read_bytes()
+            text = file_bytes(folder / name)
         except OSError:
             continue
         if any(mark in text for mark in marks):
@@ -141,13 +142,13 @@ def _templates(folder: Path) -> ChatTemplates:
     named: dict[str, str] = {}
     for name, file in files.items():
         with suppress(OSError, UnicodeDecodeError):
-            named[name] = file.read_text(encoding="utf-8")
+            named[name] = file_bytes(file).decode()
     if named:
         return ChatTemplates.of(named)
     for name in ("chat_template.json", "tokenizer_config.json"):
         try:
-            content: Any = json.loads((folder / name).read_bytes())
-        except (OSError, ValueError, RecursionError):
+            content: Any = file_json(folder / name)
+        except (OSError, ValueError):
             continue
         templates = ChatTemplates.of(content.get("chat_template") if isinstance(content, dict) else None)
         if templates.texts:

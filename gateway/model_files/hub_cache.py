@@ -1,11 +1,11 @@
 """Models in the local Hugging Face cache. They are found by looking at its folders, without network requests."""
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from protocol.checkpoint import file_json
 from protocol.kinds import audio_family
 from protocol.weight_files import weight_files
 
@@ -83,7 +83,7 @@ def _is_model(folder: Path) -> bool:
     """Whether the snapshot of `main`, which loaders use, is a text model with all files that a load needs."""
     try:
         snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text(encoding="utf-8").strip()
-        config = json.loads((snapshot / "config.json").read_bytes())
+        config = file_json(snapshot / "config.json")
         if not isinstance(config, dict) or "model_type" not in config:
             return False
         weight_files(snapshot)

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import json
 import struct
 import sys
 from collections import Counter
@@ -18,7 +17,16 @@ from msgspec.structs import replace
 from gateway.control_types import Speeds
 from gateway.model_files.hub_cache import folder_of
 from gateway.model_files.worker_memory import fixed_bytes
-from protocol.checkpoint import AUDIO_SECTIONS, VISION_SECTIONS, context_of, has_section, is_head, is_tower, unused
+from protocol.checkpoint import (
+    AUDIO_SECTIONS,
+    VISION_SECTIONS,
+    context_of,
+    file_json,
+    has_section,
+    is_head,
+    is_tower,
+    unused,
+)
 from protocol.experts import has_index, read_index
 from protocol.kinds import kind_of
 from protocol.quantized_kv import group_of, number_bits, obstacle
@@ -362,8 +370,8 @@ def _classified(name: str, tensor: TensorEntry) -> TensorEntry:
 def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json. Raises `Unreadable`."""
     try:
-        content = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        content = file_json(folder / "config.json")
+    except (OSError, ValueError) as error:
         raise Unreadable(f"{folder / 'config.json'} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise Unreadable(f"{folder / 'config.json'} is not a JSON object")

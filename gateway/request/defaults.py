@@ -2,7 +2,6 @@
 `generation_config.json`.
 """
 
-import json
 import logging
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
@@ -12,6 +11,7 @@ from msgspec import Struct
 
 from gateway.config.settings import ModelConfig, ProfileConfig, SamplingDefaults
 from gateway.model_files.metadata import Unreadable, find
+from protocol.checkpoint import file_json
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +56,10 @@ class Defaults:
 def recommended(path: str) -> SamplingDefaults:
     """Return the sampling in a model's `generation_config.json`; no values if the model is not on this machine."""
     try:
-        content = json.loads((find(path) / _FILE).read_bytes())
+        content = file_json(find(path) / _FILE)
     except (Unreadable, FileNotFoundError):
         return SamplingDefaults()
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         log.warning("%s of %s is not readable JSON and is not used: %s", _FILE, path, error)
         return SamplingDefaults()
     return _usable(content, path) if isinstance(content, dict) else SamplingDefaults()

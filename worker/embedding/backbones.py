@@ -18,6 +18,7 @@ from worker.embedding.encoder_files import classifier_of, renamed, shape_of
 from worker.embedding.encoder_models import EncoderModel, EncoderShape, attention_mask
 from worker.errors import LoadFailed
 from worker.model.checkpoint_view import CONFIG, checkpoint_view
+from worker.model.class_checks import check_activation, check_floats
 from worker.model.rope_check import check_rope
 
 _GEMMA: Final = "gemma3_text"
@@ -91,6 +92,8 @@ def load_backbone(
     with checkpoint_view(path, {CONFIG: config}) as view:
         module, _ = load_model(view, lazy=True, get_model_classes=_decoder_classes, trust_remote_code=trust_code)
     check_rope(module, config)
+    check_activation(module, config)
+    check_floats(path, module)
     core: Any = getattr(module, "model", None)
     if core is None or not callable(core) or not hasattr(core, "embed_tokens"):
         raise LoadFailed(Code.MODEL_UNSUPPORTED, f"a {config['model_type']} shows no hidden states")

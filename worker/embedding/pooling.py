@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from protocol.failures import Code
 from worker.embedding.sentence_files import Steps
-from worker.errors import LoadFailed
+from worker.errors import LoadFailed, foreign_code
 from worker.model.loader import read_json
 
 _ACTIVATIONS: Final[dict[str, Callable[[mx.array], mx.array] | None]] = {
@@ -59,8 +59,14 @@ class PoolingHead:
         return vectors / mx.linalg.norm(vectors, axis=-1, keepdims=True)
 
     def width(self, hidden_width: int) -> int:
-        """Return the length of a vector."""
-        return int(self._dense[-1][0].shape[0]) if self._dense else hidden_width * len(self._steps.poolings)
+        """Return the length of a vector. Raises `LoadFailed` for a layer that takes vectors of another length."""
+        width = hidden_width * len(self._steps.poolings)
+        for folder, (weight, _, _) in zip(self._steps.dense, self._dense, strict=True):
+            if hidden_width and weight.shape[1:] != (width,):
+                message = f"{folder} takes vectors of {weight.shape[-1]} numbers, and gets {width}"
+                raise LoadFailed(Code.MODEL_CORRUPT, message)
+            width = int(weight.shape[0])
+        return width
 
 
 def _load_dense(folder: Path) -> tuple[mx.array, mx.array | None, Callable[[mx.array], mx.array] | None]:
@@ -71,7 +77,8 @@ def _load_dense(folder: Path) -> tuple[mx.array, mx.array | None, Callable[[mx.a
     file = folder / "model.safetensors"
     if not file.exists():
         raise LoadFailed(Code.MODEL_MISSING, f"{folder} holds no model.safetensors")
-    weights: Any = mx.load(str(file))
+    with foreign_code(lambda error: LoadFailed(Code.MODEL_CORRUPT, f"{file} cannot be read: {error}")):
+        weights: Any = mx.load(str(file))
     try:
         weight, bias = weights["linear.weight"], weights.get("linear.bias")
     except KeyError as error:

@@ -106,6 +106,7 @@ class Preparer:
             raise RequestInvalid(Code.INVALID_REQUEST, message, param="prompt_name")
         most = self._most(prompt.truncate)
         texts = [before + each for each in prompt.inputs if isinstance(each, str)]
+        texts = [text.lower() for text in texts] if steps.is_lowercased else texts
         encoded = iter(self._encode(texts, most))
         items: list[EmbeddingInput] = []
         for at, given in enumerate(prompt.inputs):

@@ -1,11 +1,11 @@
 """Steps from hidden states to a vector, and prompts, as in the files of sentence-transformers in a model's folder."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
+from protocol.checkpoint import file_json
 from protocol.failures import Code
 from protocol.kinds import MODULES
 from worker.errors import LoadFailed
@@ -40,6 +40,8 @@ class Steps:
     max_tokens: int = 0
     prompts: Mapping[str, str] = field(default_factory=dict[str, str])
     default_prompt: str = ""
+    # Whether inputs are made lower case before they are encoded.
+    is_lowercased: bool = False
     # Default number of dimensions to which vectors are truncated; 0 means no truncation.
     dimensions: int = 0
 
@@ -62,6 +64,7 @@ def read_steps(folder: Path, is_causal: bool) -> Steps:
         poolings=("lasttoken" if is_causal else "mean",),
         weights=folder,
         max_tokens=_max_tokens(folder),
+        is_lowercased=_is_lowercased(folder),
         prompts=prompts,
         default_prompt=default,
         dimensions=dimensions,
@@ -83,6 +86,9 @@ def _read_modules(folder: Path, steps: Steps) -> Steps:
                 weights = place
             case "Pooling":
                 poolings = _poolings(place / "config.json")
+            case "Dense" if is_normalized:
+                message = f"{folder / MODULES} has a step Dense behind Normalize, which is not supported"
+                raise LoadFailed(Code.MODEL_UNSUPPORTED, message)
             case "Dense":
                 dense.append(place)
             case "Normalize":
@@ -96,6 +102,7 @@ def _read_modules(folder: Path, steps: Steps) -> Steps:
         is_normalized=is_normalized,
         weights=weights,
         max_tokens=steps.max_tokens or _max_tokens(weights),
+        is_lowercased=steps.is_lowercased or _is_lowercased(weights),
     )
 
 
@@ -114,12 +121,15 @@ def _inside(folder: Path, path: str) -> Path:
 
 def _modules(file: Path) -> list[dict[str, Any]]:
     try:
-        content = json.loads(file.read_bytes())
+        content = file_json(file)
     except (OSError, ValueError) as error:
         raise LoadFailed(Code.MODEL_CORRUPT, f"{file} is not readable JSON: {error}") from error
     if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
         raise LoadFailed(Code.MODEL_CORRUPT, f"{file} is not a list of steps")
-    return sorted(content, key=lambda each: int(each.get("idx", 0)))
+    try:
+        return sorted(content, key=lambda each: int(each.get("idx", 0)))
+    except (TypeError, ValueError) as error:
+        raise LoadFailed(Code.MODEL_CORRUPT, f"{file} has a step whose idx is no number") from error
 
 
 def _poolings(file: Path) -> tuple[str, ...]:
@@ -146,6 +156,11 @@ def _prompts(folder: Path) -> tuple[dict[str, str], str, int]:
         default if isinstance(default, str) else "",
         dimensions if isinstance(dimensions, int) and dimensions > 0 else 0,
     )
+
+
+def _is_lowercased(folder: Path) -> bool:
+    file = folder / "sentence_bert_config.json"
+    return file.exists() and read_json(file).get("do_lower_case") is True
 
 
 def _max_tokens(folder: Path) -> int:

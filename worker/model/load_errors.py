@@ -9,6 +9,7 @@ from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
 from mlx_lm.utils import _get_classes  # pyright: ignore[reportPrivateUsage]  # the class that refused the values
 
+from protocol.checkpoint import file_json
 from protocol.failures import Code
 from worker.errors import LoadFailed, is_allocation_failure
 
@@ -21,7 +22,7 @@ _NUMBERS: Final = (int, float)
 def explain(path: Path, config: dict[str, Any], error: BaseException) -> LoadFailed:
     """Return the failure of a load that raised `error`. `config` is the model's configuration, or empty."""
     text = str(error)
-    reason = text.partition("\n")[0].strip(" :")
+    reason = _sentence(text)
     if _NO_ARCHITECTURE.search(text):
         kind = config.get("model_type", "")
         return LoadFailed(Code.MODEL_UNSUPPORTED, f"mlx-lm has no architecture '{kind}' ({path})", detail=text)
@@ -38,13 +39,20 @@ def explain(path: Path, config: dict[str, Any], error: BaseException) -> LoadFai
     return LoadFailed(code, f"{path} could not be loaded: {type(error).__name__}: {reason}", detail=text)
 
 
+def _sentence(text: str) -> str:
+    """Return the first line of a message, with the line after it if the first announces it: `… not in model:`."""
+    first, _, rest = text.partition("\n")
+    first, second = first.rstrip(), rest.partition("\n")[0].strip(" ,.")
+    return f"{first} {second}" if first.endswith(":") and second else first.strip(" :")
+
+
 def _mistyped(path: Path, config: dict[str, Any]) -> str:
     """Return which value in the files has a type that its reader does not expect; empty if none is known."""
     for part in (config, config.get("text_config")):
         if isinstance(part, dict) and (key := _mistyped_key(part)):
             return f"its config.json gives {key} as {json.dumps(part[key])}"
     with suppress(OSError, ValueError):
-        match json.loads((path / "tokenizer_config.json").read_bytes()):
+        match file_json(path / "tokenizer_config.json"):
             case {"model_max_length": str() | list() | dict() as limit}:
                 return f"its tokenizer_config.json gives model_max_length as {json.dumps(limit)}"
             case {}:

@@ -22,7 +22,7 @@ from huggingface_hub.file_download import repo_folder_name
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import load_model, load_tokenizer
 
-from protocol.checkpoint import CONTEXT_KEYS, Contradiction, context_of, has_media
+from protocol.checkpoint import CONTEXT_KEYS, UnusableRope, context_of, file_json, has_media
 from protocol.experts import has_index, read_index
 from protocol.failures import Code
 from protocol.spec import WorkerSpec
@@ -32,6 +32,7 @@ from worker.errors import LoadFailed, foreign_code
 from worker.model import packing
 from worker.model.batch_mode import BatchModePlan
 from worker.model.checkpoint_view import CONFIG, checkpoint_view
+from worker.model.class_checks import check_activation, check_floats, check_head, untied
 from worker.model.division import Division
 from worker.model.experts.expert_cache import attach as attach_experts
 from worker.model.experts.gathered_rows import experts_per_token, pass_tokens
@@ -58,6 +59,9 @@ _DTYPES: Final = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.b
 _DEFAULT_CONTEXT: Final = 8192
 # Limits above this number count as no limit, because a tokenizer without a limit has a number such as 1e30.
 _UNLIMITED_TOKENS: Final = 1_000_000_000
+# Endings of the files that a load reads.
+_READ: Final = frozenset({".jinja", ".json", ".model", ".py", ".safetensors", ".txt"})
+_GENERATION: Final = "generation_config.json"
 _LFS_POINTER: Final = b"version https://git-lfs"
 # Limit of headers, the same as MAX_HEADER_SIZE of huggingface/safetensors (safetensors/src/tensor.rs), whose own
 # readers refuse longer headers, too.
@@ -122,6 +126,8 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
             raise LoadFailed(Code.BAD_CONFIG, "a model of a group has its experts in memory, not on disk")
         model, config, experts = _load_text(path, config, spec)
         check_rope(model, text_config(config))
+        check_activation(model, text_config(config))
+        check_floats(path, model)
         tables = _table_rows(model)
         if division is not None:
             division.take(model, config)
@@ -168,10 +174,23 @@ def _load_text(path: Path, config: dict[str, Any], spec: WorkerSpec) -> tuple[An
         return _load_without_experts(path, config, spec)
     if has_index(path):
         raise LoadFailed(Code.BAD_CONFIG, f'the experts of {path} are on disk: serve it with experts = "disk"')
-    with checkpoint_view(path, {CONFIG: folded_config(config)}) as view:
+    folded = folded_config(config)
+    changed = untied(path, folded)
+    with checkpoint_view(path, {CONFIG: changed, **_generation_config(path)}) as view:
         if has_media(config):
-            return *load_text_model(view, spec.trust_remote_code), None
-        return *load_model(view, lazy=True, trust_remote_code=spec.trust_remote_code), None
+            model, loaded = load_text_model(view, spec.trust_remote_code)
+        else:
+            model, loaded = load_model(view, lazy=True, trust_remote_code=spec.trust_remote_code)
+    check_head(path, model, changed, folded)
+    return model, loaded, None
+
+
+def _generation_config(path: Path) -> dict[str, dict[str, Any]]:
+    """Return generation_config.json as the gateway reads it; mlx-lm ignores a file with a byte order mark."""
+    with suppress(OSError, ValueError):
+        content = file_json(path / _GENERATION)
+        return {_GENERATION: content} if isinstance(content, dict) else {}
+    return {}
 
 
 def _load_without_experts(path: Path, config: dict[str, Any], spec: WorkerSpec) -> tuple[Any, dict[str, Any], Stats]:
@@ -215,7 +234,7 @@ def folded_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration as the classes of MLX's libraries read it. Raises `LoadFailed`."""
     try:
         return fold(config)
-    except Contradiction as error:
+    except UnusableRope as error:
         raise LoadFailed(Code.MODEL_CORRUPT, str(error)) from error
 
 
@@ -233,7 +252,18 @@ def _load_vision(path: Path, config: dict[str, Any], model: Any, spec: WorkerSpe
 
 
 def resolve(path: str) -> Path:
-    """Find the folder of a model or an adapter: embedded, local, or a snapshot in the Hugging Face cache."""
+    """Find the folder of a model or an adapter: embedded, local, or a snapshot in the Hugging Face cache.
+
+    Raises `LoadFailed`, also for a FIFO or a device in it that a load would read, perhaps forever.
+    """
+    folder = _folder(path)
+    for entry in folder.iterdir():
+        if entry.suffix in _READ and entry.exists() and not (entry.is_file() or entry.is_dir()):
+            raise LoadFailed(Code.MODEL_CORRUPT, f"{entry} is not a regular file")
+    return folder
+
+
+def _folder(path: str) -> Path:
     if path in _EMBEDDED:
         return _EMBEDDED[path]
     local = Path(path).expanduser()
@@ -272,6 +302,8 @@ def check_weights(path: Path, list_files: Callable[[Path], Sequence[Path]] = wei
         check_tensors(path, {name: tensors for name, (_, tensors) in files.items()})
     except UnusableWeights as error:
         raise LoadFailed(Code.MODEL_MISSING if error.is_missing else Code.MODEL_CORRUPT, str(error)) from error
+    except OSError as error:
+        raise LoadFailed(Code.MODEL_CORRUPT, f"the weights of {path} cannot be read: {error}") from error
     return sum(size for size, _ in files.values())
 
 
@@ -316,7 +348,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object in a model's folder. Raises `LoadFailed`."""
     try:
-        content = json.loads(file.read_bytes())
+        content = file_json(file)
     except (OSError, ValueError) as error:
         raise LoadFailed(Code.MODEL_CORRUPT, f"{file} is not readable JSON: {error}") from error
     if not isinstance(content, dict):
@@ -354,7 +386,7 @@ def _check_eos_key(config: dict[str, Any]) -> None:
     """Check the end-of-sequence ids, which mlx-lm reads from generation_config.json, else from config.json."""
     given = config.get("eos_token_id")
     ids: list[Any] = given if isinstance(given, list) else [] if given is None else [given]
-    if not all(isinstance(token, int) for token in ids):
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise LoadFailed(
             Code.MODEL_CORRUPT,
             f"the model's files give eos_token_id as {json.dumps(given)}, which is not a token id or a list of them",

@@ -4,7 +4,6 @@ transformers 5 builds normalizer and pre-tokenizer of some classes itself and ta
 tokenizer.json, so that digits, spaces or accents become other tokens than in training.
 """
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, Final
 from tokenizers import Tokenizer
 from transformers import PreTrainedConfig
 
+from protocol.checkpoint import file_json
 from protocol.failures import Code
 from worker.errors import LoadFailed, foreign_code
 from worker.model.checkpoint_view import checkpoint_view
@@ -54,21 +54,25 @@ def load_described(folder: Path, load: Callable[[Path, Mapping[str, Any]], Any])
     described = Tokenizer.from_file(str(folder / _DESCRIPTION))
     described.no_truncation()
     described.no_padding()
-    named = load(folder, {})
+    named: Any = None
     try:
         with foreign_code(lambda error: _Differs(f"{type(error).__name__}: {error}"), _Differs):
+            named = load(folder, {})
             return _checked(named, described, settings)
     except _Differs as difference:
-        changed = {**settings, **_special_tokens(named, described), **_PLAIN_CLASS}
+        if named is None and not settings:  # no class is named that could be replaced
+            return load(folder, {})
+        specials = _special_tokens(named, described) if named is not None else {}
+        changed = {**settings, **specials, **_PLAIN_CLASS}
         with checkpoint_view(folder, {_CONFIG: changed}) as view:
             # Some types of models have a class of tokenizers whatever tokenizer_config.json names, but not this one.
             tokenizer = load(view, {"config": PreTrainedConfig()})
-        name = settings.get("tokenizer_class", type(named).__name__)
+        name = settings.get("tokenizer_class") or type(named).__name__
         try:
             _checked(tokenizer, described, settings)
         except _Differs as other:
-            if str(other) == str(difference):  # transformers mends some files on purpose, in every class
-                return named
+            if named is not None and str(other) == str(difference):
+                return named  # transformers mends some files on purpose, in every class
             message = f"{folder}: neither {name} nor the plain class reads its {_DESCRIPTION}: {difference}"
             raise LoadFailed(Code.MODEL_UNSUPPORTED, message) from difference
         log.warning("%s: %s differs from %s, which is used as it is: %s", folder, name, _DESCRIPTION, difference)
@@ -83,17 +87,18 @@ def _special_tokens(tokenizer: Any, described: Tokenizer) -> dict[str, str]:
 
 def _settings(folder: Path) -> dict[str, Any]:
     try:
-        content = json.loads((folder / _CONFIG).read_bytes())
+        content = file_json(folder / _CONFIG)
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
 def _checked(tokenizer: Any, described: Tokenizer, settings: Mapping[str, Any]) -> Any:
-    """Return the tokenizer. Raises `_Differs` if it gives other tokens or texts than the described one."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return tokenizer
+    """Return the tokenizer. Raises `_Differs` if it gives other tokens or texts than the described one.
+
+    A class without a backend has its vocabulary from elsewhere.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None) or tokenizer
     samples = [_SAMPLE] if _PREFIX_KEYS & settings.keys() else [_SAMPLE, _WITHOUT_SPACE]
     for sample in samples:
         wanted = described.encode(sample, add_special_tokens=False).ids

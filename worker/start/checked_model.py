@@ -2,17 +2,17 @@
 afterwards.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from jinja2.exceptions import TemplateSyntaxError
 from msgspec import structs
 
 from protocol.chat_templates import ChatTemplates
+from protocol.checkpoint import file_json
 from protocol.failures import Code
 from protocol.spec import WorkerSpec
 from worker.engine.load_checks.gap_check import gap_problem
@@ -28,6 +28,8 @@ from worker.prompt.chat_template import compiled
 from worker.sparse.importance import ImportanceReader
 from worker.speculation.drafters.proposers import attach_draft, attach_head
 from worker.speculation.drafters.stored_head import NoHead
+
+_BYTE_ORDER_MARK: Final = "\ufeff"
 
 
 def load_checked(
@@ -127,8 +129,18 @@ def check_template(template: str) -> None:
 def adopt_template(tokenizer: Any, path: Path) -> None:
     """Set a tokenizer's template to the one in a separate file for the model's processor.
 
-    This happens if the tokenizer has no template, or if only the processor's template renders images.
+    This happens if the tokenizer has no template, or if only the processor's template renders images. A byte order mark
+    before a template would become a token of each prompt.
     """
+    match tokenizer.chat_template:
+        case str(template):
+            tokenizer.chat_template = template.removeprefix(_BYTE_ORDER_MARK)
+        case {**named}:
+            # A template without a text renders nothing.
+            texts = {name: text for name, text in named.items() if isinstance(text, str)}
+            tokenizer.chat_template = {name: text.removeprefix(_BYTE_ORDER_MARK) for name, text in texts.items()}
+        case _:
+            pass
     separate = _separate_template(path)
     own = "".join(ChatTemplates.of(tokenizer.chat_template).texts)
     if separate and (not tokenizer.has_chat_template or (own and "image" not in own and "image" in separate)):
@@ -137,11 +149,11 @@ def adopt_template(tokenizer: Any, path: Path) -> None:
 
 def _separate_template(path: Path) -> str:
     with suppress(OSError, ValueError):
-        match json.loads((path / "chat_template.json").read_bytes()):
+        match file_json(path / "chat_template.json"):
             case {"chat_template": str(template)}:
                 return template
             case _:
                 pass
     with suppress(OSError, ValueError):
-        return (path / "chat_template.jinja").read_text(encoding="utf-8")
+        return (path / "chat_template.jinja").read_text(encoding="utf-8-sig")
     return ""

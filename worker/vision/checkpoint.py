@@ -24,7 +24,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fold(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a configuration to a format that both libraries read. Raises `Contradiction`."""
+    """Convert a configuration to a format that both libraries read. Raises `UnusableRope`."""
     folded = fold_rope(config)
     text, vision = folded.get("text_config"), folded.get("vision_config")
     if isinstance(text, dict):

@@ -28,7 +28,7 @@ from gateway.api.common.sampling import sampling_values
 from gateway.api.common.thinking import of_config
 from gateway.api.openai.lowering import derive_seed
 from gateway.config.settings import ModelConfig, ThinkingDefaults
-from gateway.errors import BadRequest, Unsupported
+from gateway.errors import BadRequest, Unsupported, missing_parameter
 from protocol.prompts import ChatPrompt
 from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
 
@@ -201,6 +201,8 @@ def _tool_use(request: CountRequest) -> ToolPolicy:
     choice = request.tool_choice or ToolChoice("auto")
     if choice.type not in CHOICES:
         raise BadRequest(f"tool_choice.type: {choice.type[:40]!r} is none of {', '.join(CHOICES)}.", "tool_choice.type")
+    if CHOICES[choice.type] is ToolMode.NAMED and not choice.name:
+        raise missing_parameter("tool_choice.name")
     use = ToolPolicy(tuple(tools), CHOICES[choice.type], choice.name or "", not choice.disable_parallel_tool_use)
     return use.check("tool_choice")
 

@@ -111,11 +111,13 @@ def response_format(value: Any) -> Constraint | None:
         case "text":
             return None
         case "json_object" | "json":
-            given = [name for name in ("schema", "value") if fields.get(name) is not None]
+            given = [name for name in ("schema", "value", "json_schema") if fields.get(name) is not None]
             if not given:
                 return Constraint(ConstraintKind.JSON_OBJECT)
             if len(given) > 1:
-                raise _invalid("response_format", "an object with 'schema' or 'value', not both")
+                raise _invalid("response_format", "an object with one schema")
+            if given == ["json_schema"]:
+                return response_format({**fields, "type": "json_schema"})
             return _schema(fields[given[0]], f"response_format.{given[0]}")
         case "regex":
             wanted = "pattern" if fields.get("value") is None else "value"

@@ -9,7 +9,7 @@ from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import TEXT, shape, words
 from gateway.api.common.drafts import SparsePrefill, Speculate
 from gateway.api.common.extras import ExtrasSpec
-from gateway.api.common.refused_fields import REFUSED_FIELDS, constraint_fields
+from gateway.api.common.refused_fields import REFUSED_FIELDS, RefusedField, constraint_fields
 from gateway.api.ollama.keep_alive import KeepAlive, is_zero
 from gateway.api.ollama.options import OptionsField, read_options
 from gateway.api.openai.request import CalledFunction, ToolSpec
@@ -129,7 +129,13 @@ PULL_NO_ACTION: Final = frozenset({"insecure", "username", "password"})
 
 _REFUSED: Final = REFUSED_FIELDS | constraint_fields("format", "options.num_predict", "options.stop")
 
-_chat = Schema(OllamaChatRequest, listed="messages", item=OllamaTurn, refused=_REFUSED)
+# Ollama has no choice among tools.
+_CHOICE: Final = {
+    "tool_choice": RefusedField("choose on /v1/chat/completions, or leave the tools out", ("auto",)),
+    "parallel_tool_calls": RefusedField("set it on /v1/chat/completions", (True,)),
+}
+
+_chat = Schema(OllamaChatRequest, listed="messages", item=OllamaTurn, refused=_REFUSED | _CHOICE)
 _generate = Schema(GenerateRequest, refused=_REFUSED)
 decode_show: Final = Schema(ShowRequest, SHOW_NO_ACTION).decode
 decode_pull: Final = Schema(PullRequest, PULL_NO_ACTION).decode

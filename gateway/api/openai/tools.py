@@ -25,12 +25,14 @@ class _AllowedTools(Struct, frozen=True):
 
 
 class _ChoiceSpec(Struct, frozen=True):
-    """`{"type": "function", "function": {"name": …}}`, the same without the inner object, `allowed_tools` or a mode."""
+    """`{"type": "function", "function": {"name": …}}`, `allowed_tools`, both without the inner object, or a mode."""
 
     type: str
     function: _FunctionName | None = None
     name: str | None = None
     allowed_tools: _AllowedTools | None = None
+    mode: str = "auto"
+    tools: list[dict[str, Any]] | None = None
 
 
 def lower_tools(request: ChatCompletionRequest) -> ToolPolicy:
@@ -89,7 +91,12 @@ def _choose(tools: list[FunctionTool], choice: Any, is_parallel: bool) -> ToolPo
                 raise missing_parameter("tool_choice.function")
             return ToolPolicy(tuple(tools), ToolMode.NAMED, name, is_parallel)
         case "allowed_tools":
-            return _allow(tools, spec.allowed_tools or _AllowedTools(), is_parallel)
+            allowed = spec.allowed_tools
+            if allowed is None:
+                if spec.tools is None:
+                    raise missing_parameter("tool_choice.allowed_tools")
+                allowed = _AllowedTools(spec.mode, spec.tools)
+            return _allow(tools, allowed, is_parallel)
         case kind:
             raise invalid_choice(kind, (*TOOL_MODES, "function", "allowed_tools"), "tool_choice.type")
 

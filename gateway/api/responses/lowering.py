@@ -167,9 +167,9 @@ def _constraint(request: InputTokensRequest) -> Constraint | None:
 
 def _as_chat(format: TextFormat) -> dict[str, Any]:
     """Nest the fields of a schema as `response_format` of chat completions does."""
-    if format.type != "json_schema":
-        return {"type": format.type}
     schema = None if format.schema is UNSET else format.schema
+    if format.type != "json_schema":
+        return {"type": format.type, "schema": schema}
     strict = None if format.strict is UNSET else format.strict
     return {"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}}
 

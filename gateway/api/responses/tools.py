@@ -58,14 +58,38 @@ class ResponseTool(Struct, frozen=True):
     tools: list["ResponseTool"] | None = None
 
 
+class NamedTool(Struct, frozen=True):
+    """The object in which Chat Completions names a tool."""
+
+    name: str
+
+
+class AllowedTools(Struct, frozen=True):
+    """The object in which Chat Completions lists the allowed tools."""
+
+    mode: str = "auto"
+    tools: list["ChoiceSpec"] | None = None
+
+
 class ChoiceSpec(Struct, frozen=True):
-    """A `tool_choice` that is an object."""
+    """A `tool_choice` that is an object, or a tool in it; also with the inner object of Chat Completions."""
 
     type: str
     name: str = ""
     namespace: str | None = None
     mode: str = "auto"
     tools: list["ChoiceSpec"] | None = None
+    function: NamedTool | None = None
+    custom: NamedTool | None = None
+    allowed_tools: AllowedTools | None = None
+
+    def tool(self, where: str) -> str:
+        """Return the name under which the model knows this tool. Raises `BadRequest`."""
+        inner = self.function or self.custom
+        name = self.name or (inner.name if inner is not None else "")
+        if not name:
+            raise missing_parameter(f"{where}.name")
+        return flat_name(name, self.namespace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +131,14 @@ def toolbox(request: InputTokensRequest) -> Toolbox:
 
 
 def plain_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any]:
-    """Return a tool choice. One that is an object with a mode as its type is that mode, as some clients send it."""
+    """Return a tool choice. One that is an object with a mode as its type is that mode, as some clients send it, and
+    `any` is the name of `required` in other dialects.
+    """
     match choice:
         case None:
             return "auto"
+        case "any" | {"type": "any"}:
+            return "required"
         case {"type": str(mode)} if mode in _CHOICES:
             return mode
         case _:
@@ -167,13 +195,24 @@ def _policy(request: InputTokensRequest, tools: tuple[FunctionTool, ...]) -> Too
     spec = converted(choice, ChoiceSpec, "tool_choice")
     match spec.type:
         case "function" | "custom":
-            return ToolPolicy(tools, ToolMode.NAMED, flat_name(spec.name, spec.namespace), is_parallel)
+            return ToolPolicy(tools, ToolMode.NAMED, spec.tool("tool_choice"), is_parallel)
         case "allowed_tools":
-            allowed = {flat_name(tool.name, tool.namespace) for tool in spec.tools or ()}
-            kept = tuple(tool for tool in tools if tool.name in allowed)
-            return ToolPolicy(kept, _mode(spec.mode, "tool_choice.mode"), is_parallel=is_parallel)
+            return _allow(tools, spec.allowed_tools or AllowedTools(spec.mode, spec.tools), is_parallel)
         case kind:
             raise BadRequest(f"A tool of type {kind[:50]!r} cannot be called here.", "tool_choice", "invalid_value")
+
+
+def _allow(tools: tuple[FunctionTool, ...], allowed: AllowedTools, is_parallel: bool) -> ToolPolicy:
+    """Return a policy that shows only the allowed tools to the model; tools that are left out stay left out."""
+    where = "tool_choice.tools"
+    if allowed.tools is None:
+        raise missing_parameter(where)
+    listed = [(index, tool) for index, tool in enumerate(allowed.tools) if tool.type not in FOREIGN]
+    names = {tool.tool(f"{where}[{index}]") for index, tool in listed}
+    if unknown := names - {tool.name for tool in tools}:
+        raise BadRequest(f"There is no tool named {min(unknown)[:100]!r}.", where, "invalid_value")
+    kept = tuple(tool for tool in tools if tool.name in names)
+    return ToolPolicy(kept, _mode(allowed.mode, "tool_choice.mode"), is_parallel=is_parallel)
 
 
 def _mode(word: str, param: str) -> ToolMode:

@@ -170,6 +170,40 @@ def test_steps_that_are_not_known_end_the_load(tmp_path: Path, file: str, change
     assert caught.value.failure.code is Code.MODEL_UNSUPPORTED
 
 
+@pytest.mark.parametrize(
+    ("modules", "reason"),
+    [
+        ([{"idx": "first", "type": "x.Transformer", "path": ""}], "idx is no number"),
+        ([{"idx": 0, "type": "x.Transformer", "path": ""}, {"idx": 1, "type": "x.Normalize", "path": ""},
+          {"idx": 2, "type": "x.Dense", "path": "2_Dense"}], "Dense behind Normalize"),
+        ([{"idx": 0, "type": "x.Transformer", "path": ""}, {"idx": 1, "type": "x.Dense", "path": "3_Dense"}],
+         "takes vectors of 64 numbers, and gets 32"),
+    ],
+)  # fmt: skip
+def test_steps_that_do_not_fit_together_end_the_load(tmp_path: Path, modules: object, reason: str) -> None:
+    path = build_embedder("gemma3_text", tmp_path / "m")
+    (path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(LoadFailed, match=reason):
+        load_embedding_model(spec(path), EMBED, lambda *_: None)
+
+
+def test_a_broken_layer_behind_the_transformer_is_an_error_of_the_load(tmp_path: Path) -> None:
+    path = build_embedder("gemma3_text", tmp_path / "m")
+    (path / "2_Dense" / "model.safetensors").write_bytes(b"x" * 64)
+    with pytest.raises(LoadFailed, match=r"2_Dense/model\.safetensors cannot be read") as caught:
+        load_embedding_model(spec(path), EMBED, lambda *_: None)
+    assert caught.value.failure.code is Code.MODEL_CORRUPT
+
+
+@pytest.mark.parametrize("is_lowercased", [True, False])
+def test_inputs_are_made_lower_case_where_the_model_was_trained_so(tmp_path: Path, is_lowercased: bool) -> None:
+    path = build_embedder("bert", tmp_path / "m")
+    (path / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": is_lowercased}))
+    preparer = Preparer(load_embedding_model(spec(path), EMBED, lambda *_: None))
+    upper, lower = (ids(preparer, EmbedPrompt((text,), prompt_name="query")) for text in ("KaTo", "kato"))
+    assert (upper == lower) is is_lowercased
+
+
 @pytest.mark.parametrize("kind", ["Transformer", "Pooling", "Dense"])
 @pytest.mark.parametrize("outside", ["../other", "1_Pooling/../../other", "ABSOLUTE"])
 def test_a_step_outside_of_the_models_folder_is_refused(tmp_path: Path, kind: str, outside: str) -> None:

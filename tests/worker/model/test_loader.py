@@ -224,7 +224,7 @@ def test_a_broken_tokenizer_is_corrupt(folder: Path) -> None:
     refused(folder, Code.MODEL_CORRUPT)
 
 
-@pytest.mark.parametrize("given", ["<|im_end|>", [2, None], 2.5, [[2], 0], {"id": 2}, ["2"]])
+@pytest.mark.parametrize("given", ["<|im_end|>", [2, None], 2.5, [[2], 0], {"id": 2}, ["2"], True])
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_an_end_of_sequence_that_is_no_token_id_is_named(folder: Path, name: str, given: Any) -> None:
     (folder / "generation_config.json").unlink(missing_ok=True)

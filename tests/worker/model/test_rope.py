@@ -2,18 +2,21 @@
 
 import importlib
 import json
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
-from mlx_lm.models import gemma2, gemma3_text, olmo3, recurrent_gemma
+from mlx_lm.models import gemma2, gemma3_text, gpt_oss, llama, olmo3, recurrent_gemma
+from mlx_lm.models.rope_utils import SuScaledRoPE, YarnRoPE
 from mlx_lm.utils import MODEL_REMAPPING
 
 from gateway.model_files.metadata import inspect
-from protocol.checkpoint import Contradiction, context_of, fold_rope
+from protocol.checkpoint import UnusableRope, context_of, fold_rope
 from protocol.failures import Code
 from tests.support.engine import spec
 from tests.support.models import build, write
@@ -143,11 +146,38 @@ def test_scaling_of_one_type_of_layer_is_applied_to_that_type() -> None:
             "full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 2e4}}}, "rope_local_base_freq"),
         ({"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
         ({"rope_theta": 1e4, "rope_scaling": {"rope_type": "default", "rope_theta": 1e6}}, "rope_theta"),
+        ({"rope_scaling": {**YARN, "type": "linear"}}, 'type and rope_type as "linear" and "yarn"'),
+        ({"rope_parameters": {"full_attention": {**YARN, "type": "default"}}}, '"default" and "yarn"'),
+        ({"rope_scaling": {"full_attention": {**YARN}}, "rope_parameters": {"rope_theta": 1e4}}, "both have tables"),
     ],
 )  # fmt: skip
 def test_forms_that_contradict_each_other_are_refused(config: dict[str, Any], reason: str) -> None:
-    with pytest.raises(Contradiction, match=reason):
+    with pytest.raises(UnusableRope, match=reason):
         fold_rope(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"rope_theta": "500000"}, 'config.json gives rope_theta as "500000"'),
+        ({"rope_theta": True}, "rope_theta as true"),
+        ({"rope_theta": float("nan")}, "rope_theta as NaN"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_parameters of config.json gives rope_theta as 0"),
+        ({"rope_parameters": {**YARN, "factor": "4"}}, 'factor as "4"'),
+        ({"rope_scaling": {"type": "linear", "factor": -4.0}}, "factor as -4.0"),
+        ({"rope_parameters": {"full_attention": {"partial_rotary_factor": "0.5"}}}, 'partial_rotary_factor as "0.5"'),
+        ({"text_config": {"rope_theta": "1e6"}}, 'rope_theta as "1e6"'),
+    ],
+)  # fmt: skip
+def test_values_that_are_no_numbers_of_an_embedding_are_refused(config: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnusableRope, match=reason):
+        fold_rope(config)
+
+
+def test_numbers_of_each_layer_and_keys_without_a_value_are_left_to_the_class() -> None:
+    folded = fold_rope({"rope_theta": [1e4, 1e6], "rope_scaling": {**YARN, "beta_fast": None, "type": None}})
+    assert folded["rope_theta"] == [1e4, 1e6]
+    assert folded["rope_scaling"] == {**YARN, "type": "yarn"}
 
 
 def test_forms_that_agree_may_stand_beside_each_other() -> None:
@@ -155,6 +185,32 @@ def test_forms_that_agree_may_stand_beside_each_other() -> None:
     folded = fold_rope({**old, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}})
     assert folded["rope_theta"] == 5e5
     assert folded["rope_scaling"] == {**LLAMA3, "type": "llama3"}
+
+
+@pytest.mark.parametrize(("kind", "name"), [("su", "longrope"), ("longrope", "longrope"), ("mrope", "mrope")])
+def test_older_names_of_a_type_are_read(kind: str, name: str) -> None:
+    assert fold_rope({"rope_scaling": {"type": kind, "factor": 2.0}})["rope_scaling"]["type"] == name
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3", "longrope"])
+@pytest.mark.parametrize(("stated", "original"), [({}, 256), ({"original_max_position_embeddings": 64}, 64)])
+def test_a_scaling_without_its_original_context_has_the_one_that_transformers_takes(
+    kind: str, stated: dict[str, Any], original: int
+) -> None:
+    for form in ("rope_scaling", "rope_parameters"):
+        table = {"rope_type": kind, "factor": 4.0}
+        folded = fold_rope({"max_position_embeddings": 256, **stated, form: table})
+        assert folded[form]["original_max_position_embeddings"] == original
+
+
+def test_tables_by_type_of_layer_are_read_under_the_older_key() -> None:
+    tables = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+              "sliding_attention": {"rope_type": "default", "rope_theta": 2e4}}  # fmt: skip
+    old, new = ({**GEMMA3, form: tables} for form in ("rope_scaling", "rope_parameters"))
+    assert mx.array_equal(logits(gemma3_text, old), logits(gemma3_text, new)).item()
+    assert context_of({"max_position_embeddings": 64, "rope_scaling": {"full_attention": {**YARN}}}) == (
+        "max_position_embeddings", 256,
+    )  # fmt: skip
 
 
 def test_a_contradiction_in_a_file_is_a_refusal_of_the_load(
@@ -188,6 +244,10 @@ def test_a_contradiction_in_a_file_is_a_refusal_of_the_load(
             "full_attention": {"rope_theta": 5e5, **YARN}, "sliding_attention": {"rope_theta": 5e5, **YARN},
         }}, "the scaling 'yarn'"),
         (recurrent_gemma, {}, "rope_theta = 1000; it has 10000"),
+        (llama, {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8, "rope_parameters": {
+            "full_attention": {"rope_theta": 1e6, **YARN}, "sliding_attention": {"rope_theta": 1e6},
+        }}, "sliding_attention.*that these are not scaled"),
+        (gpt_oss, {"rope_scaling": {**YARN, "truncate": False}}, "truncate, which needs"),
     ],
 )  # fmt: skip
 def test_numbers_that_the_class_would_ignore_are_a_refusal(module: Any, changes: dict[str, Any], reason: str) -> None:
@@ -196,6 +256,55 @@ def test_numbers_that_the_class_would_ignore_are_a_refusal(module: Any, changes:
     with pytest.raises(LoadFailed, match=reason) as caught:
         logits(module, {**config, **changes})
     assert caught.value.failure.code is Code.MODEL_UNSUPPORTED
+
+
+def scaled_ropes(folder: Path, table: dict[str, Any]) -> list[Any]:
+    build("llama", folder, rope_theta=1e6, max_position_embeddings=512, num_hidden_layers=2, rope_scaling=table)
+    return [part for part in loaded(folder).modules() if isinstance(part, YarnRoPE | SuScaledRoPE)]
+
+
+def published_yarn(dims: int, base: float, table: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """Inverse frequencies as transformers computes them (modeling_rope_utils.py, _compute_yarn_parameters)."""
+    positions = base ** (np.arange(0, dims, 2) / dims)
+    bounds = [dims * np.log(table["original_max_position_embeddings"] / (turns * 2 * np.pi)) / (2 * np.log(base))
+              for turns in (32, 1)]  # fmt: skip
+    if table.get("truncate", True):
+        bounds = [np.floor(bounds[0]), np.ceil(bounds[1])]
+    low, high = max(bounds[0], 0), min(bounds[1], dims - 1)
+    kept = 1 - np.clip((np.arange(dims // 2) - low) / (high - low), 0, 1)
+    return 1 / (table["factor"] * positions) * (1 - kept) + 1 / positions * kept
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_has_the_frequencies_that_transformers_computes(tmp_path: Path, truncate: bool) -> None:
+    table = {**YARN, "original_max_position_embeddings": 128, "truncate": truncate}
+    ropes = scaled_ropes(tmp_path / "model", table)
+    assert len(ropes) == 2
+    for rope in ropes:
+        assert np.allclose(1 / np.array(rope._freqs), published_yarn(16, 1e6, table), rtol=1e-4)
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 64}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("table", "scale"),
+    [
+        (YARN, 0.1 * math.log(4) + 1),
+        ({**YARN, "attention_factor": 1.25}, 1.25),
+        (LONGROPE, math.sqrt(1 + math.log(8) / math.log(64))),
+        ({**LONGROPE, "factor": 4.0}, math.sqrt(1 + math.log(4) / math.log(64))),
+        ({**LONGROPE, "factor": 1.0}, 1.0),
+        ({**LONGROPE, "attention_factor": 1.25}, 1.25),
+    ],
+)
+def test_scaled_embeddings_have_the_attention_factor_of_the_file(
+    tmp_path: Path, table: dict[str, Any], scale: float
+) -> None:
+    ropes = scaled_ropes(tmp_path / "model", table)
+    assert len(ropes) == 2
+    assert all(math.isclose(getattr(rope, "mscale", None) or rope._scale, scale) for rope in ropes)
 
 
 def test_qwen3_5_computes_with_the_older_keys_where_its_file_has_only_these(tmp_path: Path) -> None:

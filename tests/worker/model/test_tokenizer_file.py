@@ -77,6 +77,21 @@ def test_tokens_are_those_of_the_file_whatever_class_is_named(
     assert tokenizer.chat_template == "{{ messages }}"
 
 
+@pytest.mark.parametrize(
+    "name", ["T5Tokenizer", "XLMRobertaTokenizer", "AlbertTokenizer", "MarianTokenizer", "ByT5Tokenizer"]
+)
+@pytest.mark.parametrize("open_it", [of_text, of_encoder])
+def test_a_class_for_another_kind_of_file_or_without_one_is_replaced(
+    tmp_path: Path, name: str, open_it: Callable[[Path], Any]
+) -> None:
+    described = describe(tmp_path, DIGITS, tokenizer_class=name)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    tokenizer = open_it(tmp_path)
+    for text in PROBES:
+        assert tokenizer.encode(text, add_special_tokens=False) == described.encode(text, add_special_tokens=False).ids
+    assert tokenizer.eos_token == "<|im_end|>"
+
+
 def test_a_tokenizer_that_is_read_without_its_class_is_one_line_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,6 +1,7 @@
 """Weight files: what the index names is what is served, in a folder of any name; what is ambiguous is refused."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,10 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from gateway.config.settings import SamplingDefaults
+from gateway.model_files.facts import FactsReader
 from gateway.model_files.metadata import Unreadable, inspect, read_weights
+from gateway.request.defaults import recommended
 from protocol.failures import Code
 from protocol.model_digest import weights_digest
 from tests.support.audio_models import build_moonshine, build_qwen_tts, build_whisper
@@ -226,3 +230,38 @@ def test_weights_of_a_drafter_may_have_any_name_and_are_in_one_place(folder: Pat
     shutil.copy(folder / "head.safetensors", folder / "head 2.safetensors")
     with pytest.raises(LoadFailed, match="twice"):
         check_weights(folder, files_of)
+
+
+def test_a_folder_in_place_of_weights_counts_as_missing(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    (folder / INDEX).unlink()
+    assert "no model*.safetensors" in refused(folder, Code.MODEL_MISSING)
+
+
+def test_an_index_whose_link_is_broken_is_missing_and_not_absent(folder: Path) -> None:
+    (folder / INDEX).unlink()
+    (folder / INDEX).symlink_to(folder / "gone")
+    assert f"lacks {INDEX}" in refused(folder, Code.MODEL_MISSING)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja"]
+)
+def test_a_file_whose_read_may_not_end_is_refused_instead_of_read(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    assert f"{name} is not a regular file" in refused(folder, Code.MODEL_CORRUPT)
+    assert recommended(str(folder)) == SamplingDefaults()
+    FactsReader().read(str(folder))
+    if name in ("model.safetensors", "config.json"):
+        with pytest.raises(Unreadable):
+            inspect(folder, "auto", 0, 1 << 40)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_a_file_of_absurd_depth_is_refused_by_worker_and_gateway(folder: Path, name: str) -> None:
+    (folder / name).write_text("[" * 100_000)
+    assert "nested too deeply" in refused(folder, Code.MODEL_CORRUPT)
+    with pytest.raises(Unreadable, match="nested too deeply"):
+        inspect(folder, "auto", 0, 1 << 40)

@@ -133,6 +133,16 @@ def test_a_template_beside_the_tokenizer_is_used_where_its_own_shows_no_images(
     assert (tokenizer.chat_template, tokenizer.has_chat_template) == (used, True)
 
 
+@pytest.mark.parametrize("own", ["\ufeff" + KEEPS, {"default": "\ufeff" + KEEPS}, ""])
+def test_a_byte_order_mark_is_no_part_of_a_template(tmp_path: Path, own: Any) -> None:
+    (tmp_path / "chat_template.jinja").write_text(KEEPS, encoding="utf-8-sig")
+    tokenizer = Tokenizer(own)
+    tokenizer.has_chat_template = bool(own)
+    adopt_template(tokenizer, tmp_path)
+
+    assert tokenizer.chat_template == ({"default": KEEPS} if isinstance(own, dict) else KEEPS)
+
+
 def test_kinds_that_a_template_shows_are_found_and_others_are_not() -> None:
     assert Renderer(Tokenizer(KEEPS), MARKERS).shown == {"image", "video"}
     assert Renderer(Tokenizer(KEEPS.replace("'<vid>'", "''")), MARKERS).shown == {"image"}

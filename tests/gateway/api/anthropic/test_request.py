@@ -340,6 +340,7 @@ def test_every_choice_of_tools_is_taken(choice: dict[str, Any]) -> None:
     "fields",
     [
         {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "rm"}},
+        {"tools": [TOOL], "tool_choice": {"type": "tool"}},
         {"tools": [TOOL], "tool_choice": {"type": "maybe"}},
         {"tool_choice": {"type": "any"}},
         {"tools": [{"input_schema": {}}]},

@@ -58,6 +58,10 @@ SPELLINGS: list[tuple[dict[str, Any], tuple[ConstraintKind, str, str]]] = [
         {"response_format": {"type": "json_object", "value": SCHEMA}},
         (KIND.JSON_SCHEMA, TEXT, "response_format.value"),
     ),
+    (
+        {"response_format": {"type": "json_object", "json_schema": {"strict": True, "schema": SCHEMA}}},
+        (KIND.JSON_SCHEMA, TEXT, "response_format.json_schema.schema"),
+    ),
     ({"response_format": {"type": "json", "value": SCHEMA}}, (KIND.JSON_SCHEMA, TEXT, "response_format.value")),
     ({"response_format": {"type": "regex", "value": "a+"}}, (KIND.REGEX, "a+", "response_format.value")),
     ({"structured_outputs": {"json": SCHEMA}}, (KIND.JSON_SCHEMA, TEXT, "structured_outputs.json")),

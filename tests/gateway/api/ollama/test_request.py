@@ -168,6 +168,17 @@ def test_what_would_change_the_answer_is_refused(fields: dict[str, Any], word: s
         completed(prompt="x", **fields)
 
 
+@pytest.mark.parametrize(
+    ("field", "neutral", "others"),
+    [("tool_choice", "auto", ("none", "required", {"type": "auto"})), ("parallel_tool_calls", True, (False,))],
+)
+def test_a_choice_among_tools_is_refused_instead_of_ignored(field: str, neutral: Any, others: tuple[Any, ...]) -> None:
+    for value in others:
+        with pytest.raises(BadRequest, match=field):
+            lowered(**{field: value})
+    assert lowered(**{field: neutral}).prompt == lowered(**{field: None}).prompt == lowered().prompt
+
+
 @pytest.mark.parametrize("penalty", [0, 1e-38, 0.009, 1e7])
 def test_a_repeat_penalty_that_leaves_no_numbers_is_refused(penalty: float) -> None:
     with pytest.raises(BadRequest, match="repeat_penalty"):

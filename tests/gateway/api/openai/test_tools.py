@@ -73,6 +73,12 @@ def test_tools_reach_the_template_in_openais_shape() -> None:
                              "allowed_tools": {"mode": "required", "tools": [TOOLS[1]]}}},
             ["now"], True, (), False,
         ),
+        # The same in the form of the Responses API, which clients of both send.
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "required",
+                             "tools": [{"type": "function", "name": "now"}]}},
+            ["now"], True, (), False,
+        ),
     ],
 )  # fmt: skip
 def test_each_choice_means_one_thing(
@@ -104,6 +110,9 @@ def test_each_choice_means_one_thing(
         ({"tool_choice": {"type": "zzz"}, "tools": TOOLS}, "tool_choice.type"),
         ({"tool_choice": {"type": "tool", "name": "now"}, "tools": TOOLS}, "tool_choice.type"),
         ({"tool_choice": {"type": "required"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": TOOLS}, "tool_choice.allowed_tools"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "x"}]},
+          "tools": TOOLS}, "tool_choice.allowed_tools.tools"),
         ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [{"type": "function", "name": "x"}]}},
           "tools": TOOLS}, "tool_choice.allowed_tools.tools"),
         ({"functions": [WEATHER], "tools": TOOLS}, "functions"),

@@ -229,8 +229,18 @@ def test_arguments_of_an_earlier_call_are_text_or_an_object(arguments: Any) -> N
             (),
             ["f"],
         ),
+        # The same in the forms of Chat Completions, which clients of both send.
+        ({"type": "any"}, True, (), ["f", "p", "ns__g"]),
+        ("any", True, (), ["f", "p", "ns__g"]),
+        ({"type": "function", "function": {"name": "f"}}, True, ("f",), ["f", "p", "ns__g"]),
+        ({"type": "custom", "custom": {"name": "p"}}, True, ("p",), ["f", "p", "ns__g"]),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [
+            {"type": "function", "function": {"name": "f"}}]}}, True, (), ["f"]),
+        # A tool that is left out of the request's tools is left out of the allowed ones.
+        ({"type": "allowed_tools", "tools": [{"type": "function", "name": "f"}, {"type": "web_search"}]},
+         False, (), ["f"]),
     ],
-)
+)  # fmt: skip
 def test_every_choice_among_tools(choice: Any, must: bool, callable_tools: tuple[str, ...], shown: list[str]) -> None:
     namespace = {"type": "namespace", "name": "ns", "tools": [{"type": "function", "name": "g"}]}
     found = prompt(tools=[FUNCTION, {"type": "custom", "name": "p"}, namespace], tool_choice=choice)
@@ -252,8 +262,14 @@ def test_every_choice_among_tools(choice: Any, must: bool, callable_tools: tuple
         ({"tools": [FUNCTION], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
         ({"tool_choice": {"type": "required"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "function"}}, "tool_choice.name"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.tools"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": "g"}]}},
+         "tool_choice.tools"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "tools": [{"type": "function"}]}},
+         "tool_choice.tools[0].name"),
     ],
-)
+)  # fmt: skip
 def test_impossible_tools_are_refused(fields: dict[str, Any], param: str) -> None:
     assert refused(**fields).param == param
 
@@ -275,6 +291,15 @@ def test_a_schema_becomes_a_constraint_after_the_reasoning() -> None:
     json_object = generate(text={"format": {"type": "json_object"}}).constraint
     assert json_object is not None
     assert json_object.kind is ConstraintKind.JSON_OBJECT
+
+
+def test_a_schema_is_enforced_whatever_the_type_beside_it() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    found = [
+        generate(text={"format": {"type": kind, "name": "x", "schema": schema}}).constraint
+        for kind in ("json_object", "json_schema")
+    ]
+    assert [each and (each.kind, json.loads(each.text)) for each in found] == [(ConstraintKind.JSON_SCHEMA, schema)] * 2
 
 
 @pytest.mark.parametrize("wanted", [{"type": "poem"}, {"type": "json_schema", "name": "x"}])
