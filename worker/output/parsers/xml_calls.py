@@ -1,6 +1,6 @@
 """Calls as tags around plain text: Qwen3-Coder, GLM, MiniMax, DeepSeek V3.2, Seed, MiniCPM, Kimi K3, Muse and more."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from worker.output.parsers.call import LOOKAHEAD_LIMIT, ParserContext, begin, end, json_arguments
@@ -136,33 +136,59 @@ class _Arguments:
     form: XmlCalls
     call: CallState
     is_raw: bool = False
+    # Texts of the values by key.
+    texts: dict[str, str] = field(default_factory=dict[str, str])
 
     def add(self, opening: ParameterStart) -> Steps[None]:
-        """Read one value; a string is emitted as it arrives."""
-        out, given, key = self.call.ctx.out, self.call.given, opening.key
-        if key in given:
+        """Read one parameter; a string is emitted as it arrives. A key may be written twice only with equal values."""
+        key = opening.key
+        types = self._types(opening)
+        if key not in self.call.given:
+            yield from self._first(opening, types)
+            return
+        text = "" if opening.is_empty else (yield from self._value(opening, types))
+        if text != self.texts[key]:
             raise Malformed
-        types = self.call.params.types(key)
+
+    def _types(self, opening: ParameterStart) -> Types:
+        types = self.call.params.types(opening.key)
         kind = attribute(opening.label, "string", "type")
         if kind and not types:
             types = {"true": STRING, "false": ANY}.get(kind) or _TYPES.get(kind, ANY)
         elif kind in ("true", "string") and "string" in types:
             types = STRING
+        return types
+
+    def _value(self, opening: ParameterStart, types: Types) -> Steps[str]:
+        value = ValueReader(self.form, self.call, opening, types)
+        yield from value.start()
+        return (yield from collected(value.text))
+
+    def _first(self, opening: ParameterStart, types: Types) -> Steps[None]:
+        out, given, key, parts = self.call.ctx.out, self.call.given, opening.key, list[str]()
         lead = ("{" if not given else ", ") + quoted(key) + ": "
         if opening.is_empty:
             given.append(key)
+            self.texts[key] = ""
             self._emit(key, "", types, lead)
             return
+
+        def stream(text: str) -> None:
+            parts.append(text)
+            out.args(escaped(text))
+
         value = ValueReader(self.form, self.call, opening, types)
         yield from value.start()
         first = yield from self.call.ctx.r.peek()
         given.append(key)
         if types == STRING or (not types and first not in _MAYBE_JSON and not first.isspace()):
             out.args(lead + '"')
-            yield from value.text(lambda text: out.args(escaped(text)))
+            yield from value.text(stream)
             out.args('"')
         else:
-            self._emit(key, (yield from collected(value.text)), types, lead)
+            yield from value.text(parts.append)
+            self._emit(key, "".join(parts), types, lead)
+        self.texts[key] = "".join(parts)
 
     def _emit(self, key: str, text: str, types: Types, lead: str) -> None:
         out, given = self.call.ctx.out, self.call.given

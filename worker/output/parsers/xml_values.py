@@ -1,7 +1,7 @@
 """Values between tags: which markers in the text of a value end it, and which are a part of it.
 
-A marker ends a value only if the call can continue after it: with a parameter that the call does not have yet, with the
-end of the call, or with the end of the output.
+A marker ends a value only if the call can continue after it: with a parameter, with the end of the call, or with the
+end of the output.
 """
 
 import re
@@ -29,7 +29,6 @@ class _Meaning(Enum):
     """Meaning of a marker in a value: its end or text. `OPENS` and `CLOSES` are text: a call that the value quotes."""
 
     TEXT = auto()
-    REPEATS = auto()
     OPENS = auto()
     CLOSES = auto()
     END = auto()
@@ -119,9 +118,6 @@ class ValueReader:
                     self.call.is_repaired |= is_repaired
                     r.take(size)
                     return
-                case _Meaning.REPEATS:
-                    if self.call.is_repaired or (self.types and "string" not in self.types):
-                        break  # the value cannot go on
                 case _Meaning.OPENS:
                     self.depth += 1
                 case _Meaning.CLOSES:
@@ -136,7 +132,7 @@ class ValueReader:
         """Record a marker that is a part of the value."""
         if self.depth:
             return
-        if word == self.form.param:
+        if word in spellings(self.form.param):
             self.open_parameters += 1
         elif word in self._ends():
             self.open_parameters = max(0, self.open_parameters - 1)
@@ -149,7 +145,7 @@ class ValueReader:
         own, outer = self._ends(), end_words(self.call.ctx.r, form.ends)
         on_lines = [form.param, *outer, *(own if form.strip_line else ())]
         lines = [line_break + word for word in on_lines for line_break in _LINE_BREAKS]
-        return markers(form.param, *form.openers, *outer, *own, *lines)
+        return markers(*spellings(form.param), *form.openers, *outer, *own, *lines)
 
     def _ends(self) -> dict[str, str]:
         return end_words(self.call.ctx.r, self.opening.ends)
@@ -175,6 +171,8 @@ class ValueReader:
         if word == self.form.param:
             is_end = yield from self._is_next_parameter(bool(break_size), is_first=start == self.text_start)
             return (_Meaning.END_IS_MISSING, break_size) if is_end else (_Meaning.TEXT, len(hit))
+        if word in spellings(self.form.param):
+            return _Meaning.TEXT, len(hit)
         is_end = yield from self._is_call_end()
         return (_Meaning.END_IS_MISSING, break_size) if is_end else (_Meaning.TEXT, len(hit))
 
@@ -221,9 +219,10 @@ class ValueReader:
             if self.depth:
                 self.has_quoted_parameter |= opening.is_whole and is_declared and opening.key not in self.call.given
                 return _Meaning.TEXT, end
-            if not (opening.is_whole or is_declared):
+            is_quoted = self.open_parameters > 0 or not (is_own or opening.is_own)
+            if (is_quoted and opening.key in self.call.given) or not (opening.is_whole or is_declared):
                 return _Meaning.TEXT, end
-            return (_Meaning.REPEATS if opening.key in self.call.given else _Meaning.END), end
+            return _Meaning.END, end
         if not (call_end := (yield from self._call_end())):
             return _Meaning.TEXT, end
         if not (yield from r.space()):

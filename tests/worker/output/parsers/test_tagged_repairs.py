@@ -7,7 +7,7 @@ from typing import Any, Final
 import pytest
 
 from protocol.from_worker import DeltaKind
-from tests.worker.output.parsers.replay import Case, calls_of, replay, some_cuts, text_of
+from tests.worker.output.parsers.replay import Case, calls_of, is_json, replay, some_cuts, text_of
 from tests.worker.output.parsers.tagged_calls import TAGGED, rendered
 
 
@@ -80,20 +80,29 @@ def test_a_parameter_follows_another_one_whose_end_marker_is_missing(family: str
 
 
 @each_family
-def test_a_key_is_never_written_twice(family: str) -> None:
+def test_a_key_is_written_twice_only_with_equal_values(family: str) -> None:
     start, end = parts(family)
 
     def body(**arguments: str) -> str:
         return rendered(family, [("write", arguments)]).removeprefix(start).removesuffix(end)
 
-    calls, _, _, malformed = read(family, start + body(limit="3", path="a") + body(path="b") + end)
-    [(name, arguments)] = calls
-    assert not malformed
-    assert (name, set(arguments), arguments["limit"]) == ("write", {"limit", "path"}, 3)
-    assert arguments["path"].startswith("a")
-    # A number cannot go on, so that no reading of this call is right.
-    calls, _, _, malformed = read(family, start + body(limit="3") * 2 + end)
-    assert (calls, malformed) == ([("write", "")], 1)
+    for first, second in (("a", "b"), ("a", ""), ("", "a")):
+        for between in ("", body(limit="3")):
+            calls, content, _, malformed = read(family, start + body(path=first) + between + body(path=second) + end)
+            assert (calls[0][0], len(calls), content.strip(), malformed) == ("write", 1, "", 1)
+            assert not is_json(calls[0][1])
+    calls, _, _, malformed = read(family, start + body(limit="3") + body(limit="4") + end)
+    assert (calls, malformed) == ([("write", '{"limit": 3')], 1)
+    twice = body(path="a") * 2 + body(limit="3") + body(path="a")
+    assert read(family, start + twice + end) == ([("write", {"path": "a", "limit": 3})], "", "", 0)
+
+
+@each_family
+def test_a_key_that_a_value_quotes_with_both_of_its_markers_is_not_written_twice(family: str) -> None:
+    start, end = parts(family)
+    quoted = rendered(family, [("write", {"path": "b"})]).removeprefix(start).removesuffix(end)
+    call = ("write", {"path": "a", "body": f"Use {quoted}{quoted}as often as needed."})
+    assert read(family, rendered(family, [call])) == ([call], "", "", 0)
 
 
 @keyed
