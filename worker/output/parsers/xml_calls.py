@@ -8,7 +8,7 @@ from worker.output.parsers.json_calls import JsonCalls
 from worker.output.parsers.literal import escaped, quoted
 from worker.output.parsers.reader import Malformed, Steps, Unclosed, collected, markers
 from worker.output.parsers.schema import ANY, STRING, Types, coerced, json_text
-from worker.output.parsers.xml_notation import ParameterStart, XmlNotation, attribute, end_tag, ends_again, spellings
+from worker.output.parsers.xml_notation import ParameterStart, XmlNotation, all_spellings, attribute, ends_again
 from worker.output.parsers.xml_values import CallState, ValueReader
 
 _WRAPPERS: Final = frozenset({"properties", "arguments", "parameters"})
@@ -43,7 +43,7 @@ class XmlCalls(XmlNotation):
             has_call = True
         if not has_call:
             raise Malformed
-        if (yield from end_tag(r, self.inner_ends)) in ("", *spellings(self.call_end)):
+        if (yield from self.call_end_or_cut(r)) in ("", *all_spellings(self.call_end)):
             ctx.awaited = self.wrap_end if is_wrapped else ()
         yield from ends_again(r, (self.param_end, *self.inner_ends))
 
@@ -92,7 +92,7 @@ class XmlCalls(XmlNotation):
                 yield from self._json(ctx, name)
                 return
             opening = yield from self.opening(r, call.params)
-        is_ended = is_ended or (not opening and bool((yield from end_tag(r, self.inner_ends))))
+        is_ended = is_ended or (not opening and bool((yield from self.call_end_or_cut(r))))
         if not opening and not is_ended:
             raise Malformed
         begin(ctx, name)
@@ -101,13 +101,13 @@ class XmlCalls(XmlNotation):
             yield from arguments.add(opening)
             yield from r.space()
             opening = yield from self.opening(r, call.params)
-        if not is_ended and not (yield from end_tag(r, self.inner_ends)):
+        if not is_ended and not (yield from self.call_end_or_cut(r)):
             raise Unclosed if r.ended and r.at == len(r.buf) else Malformed
         if not call.quoted.issubset(call.given):
             raise Malformed  # a value may hold a further argument
         arguments.close()
         end(ctx)
-        yield from ends_again(r, (self.param_end, *spellings(self.call_end)))
+        yield from ends_again(r, (self.param_end, *all_spellings(self.call_end)))
 
     def _json_block(self, ctx: ParserContext) -> Steps[bool]:
         if not self.json_block or not (yield from ctx.r.literal(markers(self.json_block))):
@@ -123,7 +123,7 @@ class XmlCalls(XmlNotation):
         yield from r.literal(markers(self.json_end))
         if not (yield from r.space()):
             raise Unclosed
-        if not (yield from end_tag(r, self.ends)):
+        if not (yield from self.call_end_or_cut(r)):
             ctx.out.is_broken = True  # the object is complete, the call is not
             raise Malformed
         end(ctx)

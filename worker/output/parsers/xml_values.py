@@ -10,9 +10,18 @@ from enum import Enum, auto
 from typing import Final, NamedTuple
 
 from worker.output.parsers.call import LOOKAHEAD_LIMIT, NAME_LIMIT, ParserContext, drop
-from worker.output.parsers.reader import Emit, Malformed, MarkerSet, Steps, markers
+from worker.output.parsers.reader import REPEAT_LIMIT, Emit, Malformed, MarkerSet, Steps, markers
 from worker.output.parsers.schema import Parameters, Types
-from worker.output.parsers.xml_notation import ParameterStart, XmlNotation, end_tag, end_words, ends_again, spellings
+from worker.output.parsers.xml_notation import (
+    ParameterStart,
+    XmlNotation,
+    all_spellings,
+    cut_end,
+    end_tag,
+    end_words,
+    ends_again,
+    spellings,
+)
 
 # Maximum number of characters of text after a call in which another end of the same call is searched.
 _TEXT_LIMIT: Final = 256
@@ -104,6 +113,8 @@ class ValueReader:
         """Emit the text of the value and consume its end marker. Raises `Malformed`."""
         r, stop = self.call.ctx.r, self._stop()
         self.text_start = r.position
+        if self.form.value and (yield from r.ahead(r.expect(markers(self.form.value)), REPEAT_LIMIT)):
+            self.has_start_again, self.open_parameters = True, 1
         while hit := (yield from r.until(stop, emit, keep=True)):
             meaning, size = (yield from r.ahead(self._meaning(hit), LOOKAHEAD_LIMIT)) or (_Meaning.TEXT, len(hit))
             match meaning:
@@ -236,13 +247,15 @@ class ValueReader:
     def _call_end(self) -> Steps["_CallEnd | None"]:
         """Read the end of a call, and of its wrapper if that follows; None if there is no end here."""
         r, form = self.call.ctx.r, self.form
-        if not (hit := (yield from end_tag(r, form.inner_ends))):
+        if not (hit := (yield from form.call_end_or_cut(r))):
             return None
         end, is_own = r.position, hit in form.ends
-        if hit not in spellings(form.call_end):
+        if hit not in all_spellings(form.call_end):
             return _CallEnd(end, is_own, is_wrap_closed=True)
         yield from r.space()
-        wrap_ends = [end for end in form.inner_ends if end not in spellings(form.call_end)]
+        if (yield from cut_end(r, form.wrap_end, ())):
+            return _CallEnd(r.position, is_own, is_wrap_closed=True)
+        wrap_ends = [end for end in form.inner_ends if end not in all_spellings(form.call_end)]
         if wrap_end := (yield from end_tag(r, wrap_ends)):
             return _CallEnd(r.position, is_own or wrap_end in form.ends, is_wrap_closed=True)
         return _CallEnd(end, is_own, is_wrap_closed=False)
