@@ -16,6 +16,7 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.models.cache import TokenBuffer
 
 from protocol.from_worker import TokenLogprob, Usage
+from protocol.prompts import ChatPrompt
 from protocol.to_worker import Generate, Sampling
 from worker.engine.questions import RowQuestions
 from worker.model.lora.adapters import Adapter
@@ -81,11 +82,13 @@ class RowText:
 
     @classmethod
     def of(cls, request: Generate, prompt: Sequence[int], vocabulary: Vocabulary) -> Self:
-        """Return the text of a request's output behind its prompt."""
-        marks = marks_of(request.stop, vocabulary.hidden_names)
+        """Return the text of a request's output behind its prompt. No stop string cuts a call that is required."""
+        is_call = isinstance(request.prompt, ChatPrompt) and request.prompt.must_call
+        stops = () if is_call else request.stop
+        marks = marks_of(stops, vocabulary.hidden_names)
         return cls(
             vocabulary.detokenizer(prompt),
-            StopScanner(request.stop, marks, is_inclusive=request.includes_stop),
+            StopScanner(stops, marks, is_inclusive=request.includes_stop),
             includes_stop=request.includes_stop,
             marks={vocabulary.hidden_names[name]: mark for name, mark in marks.items()},
         )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from protocol.from_worker import DeltaKind, Finish
 from protocol.prompts import ChatPrompt
@@ -14,6 +15,8 @@ from tests.support.calls import TOOLS, check, markers
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import build
 from tests.support.scale import scaled
+from tests.worker.output.parsers.replay import is_json
+from worker.output.parsers.events import Event
 
 THINKING = r"""
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + (m.content or '') + '<|im_end|>\n' }}{%- endfor %}
@@ -104,6 +107,32 @@ def test_the_answer_ends_after_its_first_call_where_only_one_is_wanted(folder: P
             seen.append([event.kind for piece in pieces for event in piece.events])
             assert pieces[-1].finish is (Finish.TOOL_CALLS if row.text.is_one_call else None)
     assert [kinds.count(DeltaKind.TOOL_BEGIN) for kinds in seen] == [2, 1]
+
+
+@pytest.mark.parametrize("stop", ["}", '"', "</tool_call>", "{"])
+def test_no_stop_string_cuts_a_forced_call(folder: Path, stop: str) -> None:
+    with EngineHarness(spec(folder, parser="hermes")) as engine:
+        plain, stopped = engine.run([chat(1), structs.replace(chat(1), rid=2, stop=(stop,))])
+    assert_called([plain, stopped])
+    assert stopped.ids == plain.ids
+
+
+@pytest.mark.parametrize(("stop", "is_cut"), [("}", True), ("b", True), ("</tool_call>", False)])
+def test_a_call_that_a_stop_string_cuts_is_reported_as_cut(folder: Path, stop: str, is_cut: bool) -> None:
+    text = '<tool_call>\n{"name": "set-it", "arguments": {"on": true, "b": 1}}\n</tool_call>'
+    with EngineHarness(spec(folder, parser="hermes")) as engine:
+        row = engine.intake.row(structs.replace(chat(1, must_call=False), stop=(stop,)), 0.0)
+        events: list[Event] = []
+        finish = None
+        for token in engine.loaded.tokenizer.encode(text, add_special_tokens=False):
+            if finish is None:
+                piece = engine.intake.writer.advance(row, token, None, None)
+                events, finish = events + piece.events, piece.finish
+    assert finish is (Finish.LENGTH if is_cut else Finish.TOOL_CALLS)
+    assert row.text.parser is not None
+    assert row.text.parser.malformed == is_cut
+    arguments = "".join(event.text for event in events if event.kind is DeltaKind.TOOL_ARGS)
+    assert is_json(arguments) != is_cut
 
 
 def test_a_forced_call_goes_on_where_another_worker_left_it(folder: Path) -> None:

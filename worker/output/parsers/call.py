@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -59,6 +60,8 @@ class ParserContext:
     in_code: bool = False  # whether a fence has opened a block of code in the text
     # End markers that the calls read last lack so far: text may stand before them.
     awaited: tuple[str, ...] = ()
+    # Position in the whole text up to which the first call must have begun, in a lookahead.
+    begin_by: int = sys.maxsize
 
 
 class CallFormat(Protocol):
@@ -83,10 +86,12 @@ def drop(_: str) -> None:
     """Ignore text inside a call's markup that has no meaning."""
 
 
-def attempt(ctx: ParserContext, form: CallFormat, hit: str, text: Emit) -> Steps[bool]:
-    """Parse calls; pass markup that turns out not to be a call to `text`. Returns whether there was a call."""
+def attempt(ctx: ParserContext, form: CallFormat, hit: str, text: Emit, written: str = "") -> Steps[bool]:
+    """Parse calls that begin with `hit`, which may be `written` differently; pass markup that turns out not to be a
+    call to `text`. Returns whether there was a call.
+    """
     r, out, before = ctx.r, ctx.out, ctx.out.calls
-    r.trace, ctx.awaited = [hit], ()
+    r.trace, ctx.awaited = [written or hit], ()
     try:
         yield from read_calls(ctx, form, hit)
     except Malformed as error:
@@ -167,7 +172,7 @@ def read_name(r: MarkupReader) -> Steps[str]:
 def begin(ctx: ParserContext, name: str, call_id: str = "") -> Parameters:
     """Announce a call; after that, its markup cannot be emitted as text any more."""
     name = ctx.tools.declared(name.strip())
-    if not name or len(name) > NAME_LIMIT:
+    if not name or len(name) > NAME_LIMIT or (not ctx.out.calls and ctx.r.position > ctx.begin_by):
         raise Malformed
     ctx.out.begin(name, call_id)
     ctx.r.trace = None

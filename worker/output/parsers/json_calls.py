@@ -20,10 +20,10 @@ from worker.output.parsers.call import (
 from worker.output.parsers.literal import quoted, scalar, value
 from worker.output.parsers.reader import Malformed, MarkupReader, Steps, collected, markers
 from worker.output.parsers.schema import Parameters
-from worker.output.parsers.xml_notation import end_tag
+from worker.output.parsers.xml_notation import all_spellings, cut_end, end_tag
 
-NAME_KEYS: Final = frozenset({"name", "tool_name", "function_name", "function"})
-ARGUMENT_KEYS: Final = frozenset({"arguments", "parameters", "args", "params"})
+NAME_KEYS: Final = frozenset({"name", "tool_name", "function_name", "function", "tool"})
+ARGUMENT_KEYS: Final = frozenset({"arguments", "parameters", "args", "params", "input"})
 _IDS: Final = frozenset({"id", "tool_call_id", "call_id"})
 _EMPTY: Final = frozenset({"{}", "null", '""', '"{}"'})
 _KNOWN: Final = NAME_KEYS | ARGUMENT_KEYS | _IDS | {"type"}
@@ -83,14 +83,18 @@ class JsonCalls:
         yield from self._close(ctx)
 
     def _is_end(self, r: MarkupReader) -> Steps[bool]:
-        return bool((yield from r.ahead(end_tag(r, self.ends), NAME_LIMIT)))
+        return bool((yield from r.ahead(end_tag(r, self._spelled_ends), NAME_LIMIT)))
+
+    @property
+    def _spelled_ends(self) -> tuple[str, ...]:
+        return tuple(text for end in self.ends for text in all_spellings(end))
 
     def _close(self, ctx: ParserContext) -> Steps[None]:
         if not self.ends:
             return
         while True:
             char = yield from ctx.r.space()
-            if (yield from end_tag(ctx.r, self.ends)):
+            if (yield from cut_end(ctx.r, self.ends, ())) or (yield from end_tag(ctx.r, self._spelled_ends)):
                 ctx.awaited = ()
                 return
             if not char or char not in "]})`":
@@ -148,7 +152,10 @@ class JsonCalls:
 
     def _field(self, ctx: ParserContext, key: str, call: "_CallState") -> Steps[None]:
         char = yield from ctx.r.space()
-        if key in ARGUMENT_KEYS and call.arguments is None and not call.is_announced:
+        is_open = call.arguments is None and not call.is_announced
+        # Arguments beside the name may have the name of a field.
+        is_parameter = bool(call.name) and is_open and key in self._params(ctx, call).names
+        if key in ARGUMENT_KEYS and is_open and not (is_parameter and char != "{"):
             if char == "{" and call.name and not self.late:
                 self._announce(ctx, call, has_arguments=True)
                 ctx.r.take(1)
@@ -161,14 +168,17 @@ class JsonCalls:
         text = yield from collected(lambda emit: value(ctx.r, emit))
         if key in NAME_KEYS and text.startswith('"'):
             name = ctx.tools.declared(json.loads(text).strip())
-            if call.name not in ("", name):
+            is_parameter = is_parameter and name != call.name
+            if not is_parameter and (
+                call.name not in ("", name) or (self.bare and ctx.tools and name not in ctx.tools)
+            ):
                 raise Malformed
-            call.name = name
+            call.name = call.name or name
         elif key in _IDS and text not in ('""', "null") and text[0] not in "[{":
             call.call_id = json.loads(text) if text.startswith('"') else text
-        if key in ARGUMENT_KEYS and text not in _EMPTY:
+        if key in ARGUMENT_KEYS and text not in _EMPTY and not is_parameter:
             raise Malformed  # these are second arguments, of which a client would get only the first
-        if key in NAME_KEYS or key in ARGUMENT_KEYS:
+        if key in (NAME_KEYS | ARGUMENT_KEYS) and not is_parameter:
             return
         call.others[key] = text
         if call.is_announced and key not in _KNOWN and key in self._params(ctx, call).names:

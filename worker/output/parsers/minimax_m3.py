@@ -1,6 +1,5 @@
 """MiniMax M3's calls: each parameter is a tag with its own name, and may contain nested tags."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -46,7 +45,7 @@ class MiniMaxM3Calls:
 
     def _arguments(self, ctx: ParserContext, name: str) -> Steps[None]:
         """Read the arguments of a call and its end."""
-        r, out, given = ctx.r, ctx.out, list[str]()
+        r, out, given = ctx.r, ctx.out, dict[str, str]()
         if (yield from r.space()) == "{":
             yield from json_arguments(ctx, begin(ctx, name))
             yield from r.expect(markers(f"{_NS}</invoke>"))
@@ -54,28 +53,30 @@ class MiniMaxM3Calls:
         tag = yield from _tag(r)
         params = begin(ctx, name)
         while tag != "/invoke":
-            if tag.startswith("/") or tag in given:
+            if tag.startswith("/"):
                 raise Malformed
-            lead = ("{" if not given else ", ") + quoted(tag) + ": "
-            given.append(tag)
             schema = params.value(tag)
             if _is_text(schema.types):
-                text = yield from collected(lambda emit, tag=tag: _text(r, tag, given, emit))
-                out.args(lead + coerced(text, schema.types))
+                value = coerced((yield from collected(lambda emit, tag=tag: _text(r, tag, emit))), schema.types)
             else:
-                out.args(lead + _json((yield from _read(r, tag)), schema))
+                value = _json((yield from _read(r, tag)), schema)
+            if tag not in given:
+                out.args(("{" if not given else ", ") + quoted(tag) + ": " + value)
+            elif given[tag] != value:
+                raise Malformed
+            given[tag] = value
             if not (yield from r.space()):
                 raise Unclosed
             tag = yield from _tag(r)
         out.args("}" if given else "{}")
 
 
-def _text(r: MarkupReader, tag: str, given: Sequence[str], emit: Emit) -> Steps[None]:
+def _text(r: MarkupReader, tag: str, emit: Emit) -> Steps[None]:
     """Read a text up to its end tag: the one after which the call can go on, and that closes no tag in the text."""
     start, stop, depth = f"{_NS}<{tag}>", f"{_NS}</{tag.partition(' ')[0]}>", 0
     while hit := (yield from r.until(markers(start, stop), emit, keep=True)):
         if hit == stop:
-            follows = yield from r.ahead(_after_text(r, stop, given), LOOKAHEAD_LIMIT)
+            follows = yield from r.ahead(_after_text(r, stop), LOOKAHEAD_LIMIT)
             if follows is not None and (not depth or follows):
                 r.take(len(stop))
                 return
@@ -84,7 +85,7 @@ def _text(r: MarkupReader, tag: str, given: Sequence[str], emit: Emit) -> Steps[
     raise Malformed
 
 
-def _after_text(r: MarkupReader, stop: str, given: Sequence[str]) -> Steps[bool]:
+def _after_text(r: MarkupReader, stop: str) -> Steps[bool]:
     """Return whether the output ends after an end tag and the end of the call; raises `Malformed` if neither this nor
     another parameter follows.
     """
@@ -98,7 +99,7 @@ def _after_text(r: MarkupReader, stop: str, given: Sequence[str]) -> Steps[bool]
         return not (yield from r.space())
     if marker == f"{_NS}</invoke>":
         tag = yield from _tag(r)
-        if tag.startswith("/") or tag in given:
+        if tag.startswith("/"):
             raise Malformed
     return False
 

@@ -52,6 +52,11 @@ class Tools:
     def __bool__(self) -> bool:
         return bool(self._schemas)
 
+    @property
+    def names(self) -> AbstractSet[str]:
+        """Names of the tools."""
+        return self._schemas.keys()
+
     def declared(self, name: str) -> str:
         """Return the declared name that `name` stands for: see `declared_name`. Return `name` if there is none."""
         return declared_name(name, self._schemas)

@@ -1,17 +1,29 @@
 """Outer grammar of most models: text with reasoning and calls between markers."""
 
+import re
 import sys
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from protocol.from_worker import DeltaKind
-from worker.output.parsers.call import LOOKAHEAD_LIMIT, CallFormat, ParserContext, attempt, read_calls
+from worker.output.parsers.call import (
+    FENCE,
+    LOOKAHEAD_LIMIT,
+    CallFormat,
+    ParserContext,
+    attempt,
+    is_marker,
+    read_calls,
+)
 from worker.output.parsers.events import ParsedOutput
-from worker.output.parsers.reader import Steps, markers
-from worker.output.parsers.xml_notation import XmlNotation
+from worker.output.parsers.reader import REPEAT_LIMIT, Malformed, Steps, markers
+from worker.output.parsers.unmarked import UnmarkedCalls
+from worker.output.parsers.xml_notation import XmlNotation, restyled, spaced
 
 # Maximum number of searches for a last call that begin in searched text. Each may cost as much as the whole text.
 _SEARCHES_MAX: Final = 4
+# Matches the language of a block of code, and the whitespace behind it.
+_FENCE_LABEL: Final = re.compile(r"[\w+\-]*\s*")
 # Markers of the end of a turn that are plain text in some vocabularies. They could be a user's own markup, so they
 # count only directly after a block.
 _PLAIN_END: Final = ("</s>", "<eos>", "<sep>", "</assistant>", "<end_of_sentence>")
@@ -79,15 +91,35 @@ class Conversation:
         self._value_ends = [form.param_end for form in grammar.formats if isinstance(form, XmlNotation)]
         # Only a tag is certainly the end of a call.
         self._call_ends = [end for form in grammar.formats for end in form.ends if end.startswith("<")]
+        # Starts and ends of calls by their other spellings.
+        self._tags = {text: tag for tag in (*self._by_start, *self._call_ends) for text in self._spellings(tag)}
+        is_marked = bool(self._by_start) and all(map(self._is_call_marker, self._by_start))
+        has_unmarked = is_marked and bool(ctx.tools) and not grammar.opening
+        self._unmarked = UnmarkedCalls(tuple(self._call_ends)) if has_unmarked else None
+        has_fences = is_marked and not any(FENCE in start for start in self._by_start)
+        # Whether the fence around the calls so far is not ended yet.
+        self._is_fenced = False
         self._content = markers(
             *self._starts, *self._ends, *grammar.drop, *self._by_start, *self._value_ends, *self._call_ends,
-            *_END_OF_TURN,
+            *self._tags, *_END_OF_TURN, *((FENCE,) if has_fences else ()),
         )  # fmt: skip
         calls = self._by_start if ctx.tools or grammar.tool_ends_think != "last" else ()
-        self._reasoning = markers(*self._starts, *self._ends, *calls)
-        self._after_call = markers(*grammar.drop, *calls, *self._call_ends, *_END_OF_TURN)
+        spelled = [text for text, tag in self._tags.items() if tag in calls]
+        self._reasoning = markers(*self._starts, *self._ends, *calls, *spelled)
+        self._after_call = markers(*grammar.drop, *calls, *self._call_ends, *self._tags, *_END_OF_TURN)
         # Up to where the text was searched for a last call in vain, and how often text before that may be searched.
         self._searched, self._searches_left = 0, _SEARCHES_MAX
+
+    def _is_call_marker(self, start: str) -> bool:
+        return is_marker(start) and not isinstance(self._by_start.get(start), Verbatim)
+
+    def _spellings(self, tag: str) -> list[str]:
+        """Return the other spellings of a tag around calls. A token has none."""
+        is_tag = tag.startswith("<") and tag.endswith((">", "=")) and self._is_call_marker(tag)
+        if not is_tag or self._ctx.r.controls.offsets(tag):
+            return []
+        texts = restyled(tag)
+        return [*texts, *(text for each in (tag, *texts) for text in spaced(each))]
 
     def read(self, in_reasoning: bool) -> Steps[None]:
         """Parse the whole output. `in_reasoning` means that the prompt has opened the reasoning block."""
@@ -95,9 +127,12 @@ class Conversation:
             yield from self._read_reasoning()
         yield from self._open()
         ctx, out = self._ctx, self._ctx.out
-        while hit := (yield from ctx.r.until(self._content, out.text)):
+        while written := (yield from ctx.r.until(self._content, self._text)):
+            hit = self._tags.get(written, written)
             if form := self._by_start.get(hit):
-                yield from attempt(ctx, form, hit, out.text)
+                yield from attempt(ctx, form, hit, out.text, written)
+            elif hit == FENCE:
+                yield from self._fence()
             elif out.calls and hit in ctx.awaited:
                 ctx.awaited = ()
                 out.close_section()
@@ -123,9 +158,57 @@ class Conversation:
             elif hit in self._grammar.drop:
                 out.close_section()
             elif hit not in _END_OF_TURN or (hit in _PLAIN_END and not out.is_blank):
-                out.text(hit)
+                out.text(written)
             else:
                 yield from self._end_of_turn(hit)
+
+    def _text(self, text: str) -> None:
+        """Add content. The beginning of an end marker behind a call, with which the output ends, is none."""
+        r, out = self._ctx.r, self._ctx.out
+        if out.calls and r.ended and r.at == len(r.buf):
+            at = markers(*self._call_ends, *self._grammar.drop).held(text, 0)
+            is_awaited = any(end.startswith(text[at:]) for end in self._ctx.awaited)
+            if len(text) - at > 1 and (is_awaited or (out.is_blank and not text[:at].strip())):
+                text = text[:at].rstrip()
+        out.text(text)
+
+    def _fence(self) -> Steps[None]:
+        """Read what follows a fence, which is no content around calls."""
+        ctx, out = self._ctx, self._ctx.out
+        is_line = out.is_line_start or out.is_blank
+        if is_line and self._is_fenced and ((yield from ctx.r.peek()) or "\n").isspace():
+            self._is_fenced = False
+            out.close_section()
+            return
+        label = None
+        if is_line and not ctx.in_code:
+            label = yield from ctx.r.ahead(self._fence_label(), REPEAT_LIMIT)
+        if label is None:
+            ctx.in_code ^= is_line
+            out.text(FENCE)
+            return
+        before, rejected = FENCE + ctx.r.take(len(label)), list[str]()
+        written = yield from ctx.r.literal(markers(*self._by_start, *self._tags))
+        hit = self._tags.get(written, written)
+        yield from attempt(ctx, self._by_start[hit], hit, rejected.append, written)
+        if rejected:
+            out.text(before + "".join(rejected))
+        self._is_fenced, ctx.in_code = not rejected, bool(rejected)
+
+    def _fence_label(self) -> Steps[str]:
+        """Return the text between a fence and the start of a call on the next line. Raises `Malformed`."""
+        r = self._ctx.r
+        while True:
+            label = _FENCE_LABEL.match(r.buf, r.at, r.at + REPEAT_LIMIT)
+            size = len(label[0]) if label else 0
+            if r.at + size < len(r.buf) or r.ended or size == REPEAT_LIMIT:
+                break
+            yield
+        text = r.take(size)
+        hit = yield from r.literal(markers(*self._by_start, *self._tags))
+        if self._tags.get(hit, hit) not in self._by_start:
+            raise Malformed
+        return text
 
     def _end_of_turn(self, hit: str) -> Steps[None]:
         """Drop the marker if only further end markers follow; otherwise it is text."""
@@ -139,14 +222,18 @@ class Conversation:
         self._ctx.out.text(first + r.untrace())
 
     def _open(self) -> Steps[None]:
+        ctx = self._ctx
         if self._grammar.opening:
-            yield from attempt(self._ctx, self._grammar.opening, "", self._ctx.out.text)
+            yield from attempt(ctx, self._grammar.opening, "", ctx.out.text)
+        elif self._unmarked and (yield from self._unmarked.are_all(ctx, markers(*_END_OF_TURN))):
+            yield from attempt(ctx, self._unmarked, "", ctx.out.text)
 
     def _read_reasoning(self) -> Steps[None]:
         ctx, out = self._ctx, self._ctx.out
         out.open_reasoning()
         yield from self._prefix()
-        while hit := (yield from ctx.r.until(self._reasoning, out.reasoning)):
+        while written := (yield from ctx.r.until(self._reasoning, out.reasoning)):
+            hit = self._tags.get(written, written)
             if hit in self._ends:
                 break
             if hit in self._starts:
@@ -156,8 +243,8 @@ class Conversation:
                 else:
                     out.reasoning(hit)
             elif not (yield from self._may_end_reasoning(hit)):
-                out.reasoning(hit)
-            elif (yield from attempt(ctx, self._by_start[hit], hit, out.reasoning)):
+                out.reasoning(written)
+            elif (yield from attempt(ctx, self._by_start[hit], hit, out.reasoning, written)):
                 return
             elif not out.in_reasoning:
                 return  # `Verbatim` has ended the block
@@ -196,6 +283,7 @@ class Conversation:
                     return False
                 yield from r.space()
                 hit = yield from r.literal(self._after_call)
+                hit = self._tags.get(hit, hit)
             is_over = not (yield from r.peek()) and not r.is_cut
             return is_over and scratch.out.calls > 0 and not scratch.out.is_broken
         finally:

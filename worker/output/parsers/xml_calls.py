@@ -1,6 +1,6 @@
 """Calls as tags around plain text: Qwen3-Coder, GLM, MiniMax, DeepSeek V3.2, Seed, MiniCPM, Kimi K3, Muse and more."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from worker.output.parsers.call import LOOKAHEAD_LIMIT, ParserContext, begin, end, json_arguments
@@ -8,7 +8,7 @@ from worker.output.parsers.json_calls import JsonCalls
 from worker.output.parsers.literal import escaped, quoted
 from worker.output.parsers.reader import Malformed, Steps, Unclosed, collected, markers
 from worker.output.parsers.schema import ANY, STRING, Types, coerced, json_text
-from worker.output.parsers.xml_notation import ParameterStart, XmlNotation, attribute, end_tag, ends_again, spellings
+from worker.output.parsers.xml_notation import ParameterStart, XmlNotation, all_spellings, attribute, ends_again
 from worker.output.parsers.xml_values import CallState, ValueReader
 
 _WRAPPERS: Final = frozenset({"properties", "arguments", "parameters"})
@@ -43,7 +43,7 @@ class XmlCalls(XmlNotation):
             has_call = True
         if not has_call:
             raise Malformed
-        if (yield from end_tag(r, self.inner_ends)) in ("", *spellings(self.call_end)):
+        if (yield from self.call_end_or_cut(r)) in ("", *all_spellings(self.call_end)):
             ctx.awaited = self.wrap_end if is_wrapped else ()
         yield from ends_again(r, (self.param_end, *self.inner_ends))
 
@@ -92,7 +92,7 @@ class XmlCalls(XmlNotation):
                 yield from self._json(ctx, name)
                 return
             opening = yield from self.opening(r, call.params)
-        is_ended = is_ended or (not opening and bool((yield from end_tag(r, self.inner_ends))))
+        is_ended = is_ended or (not opening and bool((yield from self.call_end_or_cut(r))))
         if not opening and not is_ended:
             raise Malformed
         begin(ctx, name)
@@ -101,13 +101,13 @@ class XmlCalls(XmlNotation):
             yield from arguments.add(opening)
             yield from r.space()
             opening = yield from self.opening(r, call.params)
-        if not is_ended and not (yield from end_tag(r, self.inner_ends)):
+        if not is_ended and not (yield from self.call_end_or_cut(r)):
             raise Unclosed if r.ended and r.at == len(r.buf) else Malformed
         if not call.quoted.issubset(call.given):
             raise Malformed  # a value may hold a further argument
         arguments.close()
         end(ctx)
-        yield from ends_again(r, (self.param_end, *spellings(self.call_end)))
+        yield from ends_again(r, (self.param_end, *all_spellings(self.call_end)))
 
     def _json_block(self, ctx: ParserContext) -> Steps[bool]:
         if not self.json_block or not (yield from ctx.r.literal(markers(self.json_block))):
@@ -123,7 +123,7 @@ class XmlCalls(XmlNotation):
         yield from r.literal(markers(self.json_end))
         if not (yield from r.space()):
             raise Unclosed
-        if not (yield from end_tag(r, self.ends)):
+        if not (yield from self.call_end_or_cut(r)):
             ctx.out.is_broken = True  # the object is complete, the call is not
             raise Malformed
         end(ctx)
@@ -136,33 +136,59 @@ class _Arguments:
     form: XmlCalls
     call: CallState
     is_raw: bool = False
+    # Texts of the values by key.
+    texts: dict[str, str] = field(default_factory=dict[str, str])
 
     def add(self, opening: ParameterStart) -> Steps[None]:
-        """Read one value; a string is emitted as it arrives."""
-        out, given, key = self.call.ctx.out, self.call.given, opening.key
-        if key in given:
+        """Read one parameter; a string is emitted as it arrives. A key may be written twice only with equal values."""
+        key = opening.key
+        types = self._types(opening)
+        if key not in self.call.given:
+            yield from self._first(opening, types)
+            return
+        text = "" if opening.is_empty else (yield from self._value(opening, types))
+        if text != self.texts[key]:
             raise Malformed
-        types = self.call.params.types(key)
+
+    def _types(self, opening: ParameterStart) -> Types:
+        types = self.call.params.types(opening.key)
         kind = attribute(opening.label, "string", "type")
         if kind and not types:
             types = {"true": STRING, "false": ANY}.get(kind) or _TYPES.get(kind, ANY)
         elif kind in ("true", "string") and "string" in types:
             types = STRING
+        return types
+
+    def _value(self, opening: ParameterStart, types: Types) -> Steps[str]:
+        value = ValueReader(self.form, self.call, opening, types)
+        yield from value.start()
+        return (yield from collected(value.text))
+
+    def _first(self, opening: ParameterStart, types: Types) -> Steps[None]:
+        out, given, key, parts = self.call.ctx.out, self.call.given, opening.key, list[str]()
         lead = ("{" if not given else ", ") + quoted(key) + ": "
         if opening.is_empty:
             given.append(key)
+            self.texts[key] = ""
             self._emit(key, "", types, lead)
             return
+
+        def stream(text: str) -> None:
+            parts.append(text)
+            out.args(escaped(text))
+
         value = ValueReader(self.form, self.call, opening, types)
         yield from value.start()
         first = yield from self.call.ctx.r.peek()
         given.append(key)
         if types == STRING or (not types and first not in _MAYBE_JSON and not first.isspace()):
             out.args(lead + '"')
-            yield from value.text(lambda text: out.args(escaped(text)))
+            yield from value.text(stream)
             out.args('"')
         else:
-            self._emit(key, (yield from collected(value.text)), types, lead)
+            yield from value.text(parts.append)
+            self._emit(key, "".join(parts), types, lead)
+        self.texts[key] = "".join(parts)
 
     def _emit(self, key: str, text: str, types: Types, lead: str) -> None:
         out, given = self.call.ctx.out, self.call.given

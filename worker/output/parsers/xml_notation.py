@@ -15,8 +15,13 @@ _KEY = re.compile(r"[^<>\n]+")
 # Matches what models write into an end marker: nothing, or as group 1 the name or key that it ends.
 _END_LABEL = re.compile(r"\s*(?:(?:=|(?<=\s)(?:\w+\s*=)?)\s*[\"']?([\w.\-:/@$]+)[\"']?\s*)?")
 _END_LABEL_LIMIT: Final = 64
+# Minimum number of characters that show a marker.
+_CUT_MIN: Final = 2
 # Matches the places within a marker of several tags.
 _JOINT = re.compile(r"(?<=>)(?!$)|(?<!^)(?=<)")
+# Match the first letter of a marker, and what stands before the name in a tag that is no control token.
+_FIRST_LETTER = re.compile(r"[a-z]")
+_TAG_NAME = re.compile(r"</?(?=[A-Za-z])")
 _SEPARATOR: Final = "<|sep|>"
 # Parts of markers that models leave out.
 _NAMESPACE = re.compile("｜DSML｜|atem:|steptml:")
@@ -94,16 +99,22 @@ class XmlNotation:
     @property
     def inner_starts(self) -> tuple[str, ...]:
         """Markers that begin a call in a wrapper, in any spelling."""
-        return tuple(text for marker in with_line_breaks(self.call) for text in spellings(marker))
+        return tuple(text for marker in with_line_breaks(self.call) for text in all_spellings(marker))
 
     @property
     def inner_ends(self) -> tuple[str, ...]:
         """Markers that end a call in any spelling."""
-        return tuple(text for marker in self.ends for text in spellings(marker))
+        return tuple(text for marker in self.ends for text in all_spellings(marker))
 
     @property
     def ends(self) -> tuple[str, ...]:
         return (self.call_end, *self.wrap_end)
+
+    def call_end_or_cut(self, r: MarkupReader) -> Steps[str]:
+        """Read an end marker of a call or wrapper in any spelling, or its beginning at the end of the output."""
+        if (yield from cut_end(r, self.ends, (self.param, self.param_end))):
+            return self.ends[-1]
+        return (yield from end_tag(r, self.inner_ends))
 
     def head(self, ctx: ParserContext) -> Steps[TagHead]:
         """Read a call's name and the marker after it, which may be written again."""
@@ -139,11 +150,11 @@ class XmlNotation:
         Markers without their namespace and tags that are named after declared parameters start one too.
         """
         names = params.names
-        starts = markers(*spellings(self.param), *_spaced(self.param))
+        starts = markers(*spellings(self.param), *spaced(self.param))
         own = yield from r.literal(starts)
         if own:
             yield from r.again(starts)
-            key_ends = (self.key_end, *_spaced(self.key_end)) if self.value else (self.key_end,)
+            key_ends = (self.key_end, *spaced(self.key_end)) if self.value else (self.key_end,)
             label, hit = yield from r.capture(markers(*key_ends, self.value), NAME_LIMIT)
             if self.value and hit != self.value:
                 yield from r.again(markers(*key_ends))
@@ -169,7 +180,7 @@ class XmlNotation:
         """Read the marker between a key and its value, which is optional."""
         if self.value and not has_value:
             yield from r.space()
-            has_value = bool((yield from r.literal(markers(self.value, *_spaced(self.value)))))
+            has_value = bool((yield from r.literal(markers(self.value, *spaced(self.value)))))
         ends, label, is_empty = spellings(self.param_end), *_opened(label)
         return ParameterStart(key, label, ends, has_value or not self.value, is_own, is_empty)
 
@@ -259,6 +270,22 @@ def end_tag(r: MarkupReader, ends: Sequence[str], key: str = "") -> Steps[str]:
     return words[word]
 
 
+def cut_end(r: MarkupReader, ends: Sequence[str], others: Sequence[str]) -> Steps[bool]:
+    """Read the beginning of one of these end markers, and of none of the `others`, with which the output ends."""
+    known = markers(*ends)
+    while True:
+        rest = r.buf[r.at : r.at + known.longest]
+        if not known.words or (rest and rest not in known.prefixes):
+            return False
+        if r.ended:
+            break
+        yield
+    if len(rest) < _CUT_MIN or rest in markers(*others).prefixes:
+        return False
+    r.take(len(rest))
+    return True
+
+
 def ends_again(r: MarkupReader, ends: Sequence[str]) -> Steps[None]:
     """Consume further end markers, and the whitespace before them."""
     while (yield from r.ahead(_next_end(r, ends), REPEAT_LIMIT)):
@@ -278,15 +305,29 @@ def spellings(marker: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*texts, *map(str.upper, texts)]))
 
 
+def all_spellings(marker: str) -> tuple[str, ...]:
+    """Return the marker of a call and its spellings, also those of `restyled`."""
+    return tuple(dict.fromkeys([*spellings(marker), *restyled(marker)]))
+
+
+@lru_cache(maxsize=64)
+def restyled(marker: str) -> tuple[str, ...]:
+    """Return the spellings of a marker in capital letters, and with a blank before the name of its tag."""
+    first_capital = _FIRST_LETTER.sub(lambda hit: hit[0].upper(), marker, count=1)
+    texts = [marker, marker.upper(), marker.title(), first_capital]
+    texts += [_TAG_NAME.sub(r"\g<0> ", text) for text in texts if _TAG_NAME.match(text)]
+    return tuple(dict.fromkeys(texts))[1:]
+
+
 def end_beginnings(marker: str) -> tuple[str, ...]:
     """Return the texts one of which any spelling of an end marker begins with, except those of `spellings`."""
     tags = [_end_tag(text) for text in spellings(marker)]
     return tuple(tag.stem + follows for tag in tags for follows in (" ", "\t", "\n", "\r", "="))
 
 
-def _spaced(tag: str) -> tuple[str, ...]:
+def spaced(tag: str) -> tuple[str, ...]:
     """Return the spelling of a whole tag with a blank at its end."""
-    return (tag[:-1] + " >",) if tag.endswith(">") else ()
+    return (tag[:-1] + " >",) if tag.endswith(">") and not tag.endswith(("|>", "｜>", " >")) else ()
 
 
 def _opened(label: str) -> tuple[str, bool]:

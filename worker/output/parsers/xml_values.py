@@ -1,7 +1,7 @@
 """Values between tags: which markers in the text of a value end it, and which are a part of it.
 
-A marker ends a value only if the call can continue after it: with a parameter that the call does not have yet, with the
-end of the call, or with the end of the output.
+A marker ends a value only if the call can continue after it: with a parameter, with the end of the call, or with the
+end of the output.
 """
 
 import re
@@ -10,9 +10,18 @@ from enum import Enum, auto
 from typing import Final, NamedTuple
 
 from worker.output.parsers.call import LOOKAHEAD_LIMIT, NAME_LIMIT, ParserContext, drop
-from worker.output.parsers.reader import Emit, Malformed, MarkerSet, Steps, markers
+from worker.output.parsers.reader import REPEAT_LIMIT, Emit, Malformed, MarkerSet, Steps, markers
 from worker.output.parsers.schema import Parameters, Types
-from worker.output.parsers.xml_notation import ParameterStart, XmlNotation, end_tag, end_words, ends_again, spellings
+from worker.output.parsers.xml_notation import (
+    ParameterStart,
+    XmlNotation,
+    all_spellings,
+    cut_end,
+    end_tag,
+    end_words,
+    ends_again,
+    spellings,
+)
 
 # Maximum number of characters of text after a call in which another end of the same call is searched.
 _TEXT_LIMIT: Final = 256
@@ -29,7 +38,6 @@ class _Meaning(Enum):
     """Meaning of a marker in a value: its end or text. `OPENS` and `CLOSES` are text: a call that the value quotes."""
 
     TEXT = auto()
-    REPEATS = auto()
     OPENS = auto()
     CLOSES = auto()
     END = auto()
@@ -105,6 +113,8 @@ class ValueReader:
         """Emit the text of the value and consume its end marker. Raises `Malformed`."""
         r, stop = self.call.ctx.r, self._stop()
         self.text_start = r.position
+        if self.form.value and (yield from r.ahead(r.expect(markers(self.form.value)), REPEAT_LIMIT)):
+            self.has_start_again, self.open_parameters = True, 1
         while hit := (yield from r.until(stop, emit, keep=True)):
             meaning, size = (yield from r.ahead(self._meaning(hit), LOOKAHEAD_LIMIT)) or (_Meaning.TEXT, len(hit))
             match meaning:
@@ -119,9 +129,6 @@ class ValueReader:
                     self.call.is_repaired |= is_repaired
                     r.take(size)
                     return
-                case _Meaning.REPEATS:
-                    if self.call.is_repaired or (self.types and "string" not in self.types):
-                        break  # the value cannot go on
                 case _Meaning.OPENS:
                     self.depth += 1
                 case _Meaning.CLOSES:
@@ -136,7 +143,7 @@ class ValueReader:
         """Record a marker that is a part of the value."""
         if self.depth:
             return
-        if word == self.form.param:
+        if word in spellings(self.form.param):
             self.open_parameters += 1
         elif word in self._ends():
             self.open_parameters = max(0, self.open_parameters - 1)
@@ -149,7 +156,7 @@ class ValueReader:
         own, outer = self._ends(), end_words(self.call.ctx.r, form.ends)
         on_lines = [form.param, *outer, *(own if form.strip_line else ())]
         lines = [line_break + word for word in on_lines for line_break in _LINE_BREAKS]
-        return markers(form.param, *form.openers, *outer, *own, *lines)
+        return markers(*spellings(form.param), *form.openers, *outer, *own, *lines)
 
     def _ends(self) -> dict[str, str]:
         return end_words(self.call.ctx.r, self.opening.ends)
@@ -175,6 +182,8 @@ class ValueReader:
         if word == self.form.param:
             is_end = yield from self._is_next_parameter(bool(break_size), is_first=start == self.text_start)
             return (_Meaning.END_IS_MISSING, break_size) if is_end else (_Meaning.TEXT, len(hit))
+        if word in spellings(self.form.param):
+            return _Meaning.TEXT, len(hit)
         is_end = yield from self._is_call_end()
         return (_Meaning.END_IS_MISSING, break_size) if is_end else (_Meaning.TEXT, len(hit))
 
@@ -221,9 +230,10 @@ class ValueReader:
             if self.depth:
                 self.has_quoted_parameter |= opening.is_whole and is_declared and opening.key not in self.call.given
                 return _Meaning.TEXT, end
-            if not (opening.is_whole or is_declared):
+            is_quoted = self.open_parameters > 0 or not (is_own or opening.is_own)
+            if (is_quoted and opening.key in self.call.given) or not (opening.is_whole or is_declared):
                 return _Meaning.TEXT, end
-            return (_Meaning.REPEATS if opening.key in self.call.given else _Meaning.END), end
+            return _Meaning.END, end
         if not (call_end := (yield from self._call_end())):
             return _Meaning.TEXT, end
         if not (yield from r.space()):
@@ -237,13 +247,15 @@ class ValueReader:
     def _call_end(self) -> Steps["_CallEnd | None"]:
         """Read the end of a call, and of its wrapper if that follows; None if there is no end here."""
         r, form = self.call.ctx.r, self.form
-        if not (hit := (yield from end_tag(r, form.inner_ends))):
+        if not (hit := (yield from form.call_end_or_cut(r))):
             return None
         end, is_own = r.position, hit in form.ends
-        if hit not in spellings(form.call_end):
+        if hit not in all_spellings(form.call_end):
             return _CallEnd(end, is_own, is_wrap_closed=True)
         yield from r.space()
-        wrap_ends = [end for end in form.inner_ends if end not in spellings(form.call_end)]
+        if (yield from cut_end(r, form.wrap_end, ())):
+            return _CallEnd(r.position, is_own, is_wrap_closed=True)
+        wrap_ends = [end for end in form.inner_ends if end not in all_spellings(form.call_end)]
         if wrap_end := (yield from end_tag(r, wrap_ends)):
             return _CallEnd(r.position, is_own or wrap_end in form.ends, is_wrap_closed=True)
         return _CallEnd(end, is_own, is_wrap_closed=False)

@@ -203,10 +203,12 @@ def test_a_minimax_m3_call_with_a_key_twice_or_text_that_no_parameter_has_is_mal
     assert not any(is_json(arguments) for _, arguments in calls)
 
 
-def test_a_second_tag_of_a_text_of_a_minimax_m3_call_is_its_text() -> None:
-    [(_, arguments)], _, malformed = read("minimax_m3", m3(("path", "a"), ("path", "b")))
-    assert json.loads(arguments)["path"].startswith("a]<]minimax[>[")
-    assert (arguments.count('"path"'), malformed) == (1, 0)
+def test_a_key_of_a_minimax_m3_call_is_written_twice_only_with_equal_values() -> None:
+    for key in ("path", "other"):
+        calls, _, malformed = read("minimax_m3", m3((key, "a"), (key, "b")))
+        assert malformed == 1
+        assert not any(is_json(arguments) for _, arguments in calls)
+        assert read("minimax_m3", m3((key, "a"), (key, "a"))) == ([("write", f'{{"{key}": "a"}}')], "", 0)
 
 
 def test_a_minimax_m3_call_may_have_its_arguments_as_json() -> None:

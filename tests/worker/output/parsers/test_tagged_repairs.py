@@ -2,12 +2,13 @@
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
 
 from protocol.from_worker import DeltaKind
-from tests.worker.output.parsers.replay import Case, calls_of, replay, some_cuts, text_of
+from tests.worker.output.parsers.replay import Case, calls_of, is_json, replay, some_cuts, text_of
 from tests.worker.output.parsers.tagged_calls import TAGGED, rendered
 
 
@@ -80,20 +81,29 @@ def test_a_parameter_follows_another_one_whose_end_marker_is_missing(family: str
 
 
 @each_family
-def test_a_key_is_never_written_twice(family: str) -> None:
+def test_a_key_is_written_twice_only_with_equal_values(family: str) -> None:
     start, end = parts(family)
 
     def body(**arguments: str) -> str:
         return rendered(family, [("write", arguments)]).removeprefix(start).removesuffix(end)
 
-    calls, _, _, malformed = read(family, start + body(limit="3", path="a") + body(path="b") + end)
-    [(name, arguments)] = calls
-    assert not malformed
-    assert (name, set(arguments), arguments["limit"]) == ("write", {"limit", "path"}, 3)
-    assert arguments["path"].startswith("a")
-    # A number cannot go on, so that no reading of this call is right.
-    calls, _, _, malformed = read(family, start + body(limit="3") * 2 + end)
-    assert (calls, malformed) == ([("write", "")], 1)
+    for first, second in (("a", "b"), ("a", ""), ("", "a")):
+        for between in ("", body(limit="3")):
+            calls, content, _, malformed = read(family, start + body(path=first) + between + body(path=second) + end)
+            assert (calls[0][0], len(calls), content.strip(), malformed) == ("write", 1, "", 1)
+            assert not is_json(calls[0][1])
+    calls, _, _, malformed = read(family, start + body(limit="3") + body(limit="4") + end)
+    assert (calls, malformed) == ([("write", '{"limit": 3')], 1)
+    twice = body(path="a") * 2 + body(limit="3") + body(path="a")
+    assert read(family, start + twice + end) == ([("write", {"path": "a", "limit": 3})], "", "", 0)
+
+
+@each_family
+def test_a_key_that_a_value_quotes_with_both_of_its_markers_is_not_written_twice(family: str) -> None:
+    start, end = parts(family)
+    quoted = rendered(family, [("write", {"path": "b"})]).removeprefix(start).removesuffix(end)
+    call = ("write", {"path": "a", "body": f"Use {quoted}{quoted}as often as needed."})
+    assert read(family, rendered(family, [call])) == ([call], "", "", 0)
 
 
 @keyed
@@ -366,3 +376,53 @@ def test_a_call_of_mistral_may_have_no_arguments_and_no_marker_of_its_own() -> N
     assert read("mistral", "[TOOL_CALLS]now[ARGS]") == ([("now", {})], "", "", 0)
     assert read("mistral", f"[TOOL_CALLS]write{write}write{write}")[0] == [both[1]] * 2
     assert read("mistral", "[TOOL_CALLS]write[ARGS]")[-1] == 1
+
+
+def spaced(tag: str) -> str:
+    return f"< {tag[1:-1]} >"
+
+
+STYLES: Final[list[Callable[[str], str]]] = [str.upper, str.title, spaced]
+
+
+@pytest.mark.parametrize("family", ["hermes", "jamba", "qwen3_coder", "glm47", "minimax_m2", "seed_oss", "dots"])
+@pytest.mark.parametrize("style", STYLES)
+def test_the_tags_around_calls_may_have_capitals_and_blanks(family: str, style: Callable[[str], str]) -> None:
+    raw = CALLS.get(family) or rendered(family, [("write", {"path": "a"})])
+    first, last = re.findall(r"<[^<>]*>", raw)[:: len(re.findall(r"<[^<>]*>", raw)) - 1]
+    end = style(last) if " " not in style(last) else f"</ {last[2:-1]} >"
+    styled = style(first) + raw.removeprefix(first).removesuffix(last) + end
+    assert read(family, styled) == ([("write", {"path": "a"})], "", "", 0)
+    assert read(family, f"Note {style(first)} so")[:2] == ([], f"Note {style(first)} so")
+
+
+@each_family
+@pytest.mark.parametrize("text", ["", "\nDone."])
+def test_an_end_marker_that_the_end_of_the_output_cuts_is_no_content(family: str, text: str) -> None:
+    form = TAGGED[family].form
+    raw = rendered(family, [CALL])
+    ends = [form.call_end, *form.wrap_end[TAGGED[family].wrap_at :][:1]]
+    at = raw.rindex(ends[-1])
+    for size in range(len(ends[-1]) - 3, len(ends[-1])):
+        whole, is_inside = raw[: at + size], len(ends) == 1
+        if not text or not (is_inside or family == "muse"):
+            calls, content, _, malformed = read(family, raw[:at] + text + ends[-1][:size])
+            assert (calls, content.strip(), malformed) == ([CALL], text.strip(), 0), whole
+
+
+def test_an_end_marker_of_a_json_call_that_the_end_of_the_output_cuts_is_no_content() -> None:
+    for family in ("hermes", "jamba", "command_r7b", "kimi_k2", "deepseek_v31"):
+        assert read(family, CALLS[family][:-1]) == ([("write", {"path": "a"})], "", "", 0)
+    assert read("hermes", CALLS["hermes"] + "\nUse </tool_ca")[1] == "Use </tool_ca"
+
+
+@keyed
+def test_a_marker_before_a_value_that_is_written_again_is_never_its_text_without_a_report(family: str) -> None:
+    form = TAGGED[family].form
+    raw = rendered(family, [CALL])
+    calls, _, _, malformed = read(family, raw.replace(form.value, form.value * 2, 1))
+    assert malformed == 1
+    calls, _, _, malformed = read(family, raw.replace(form.key_end, form.param, 1))
+    assert (calls, malformed) == ([], 1)
+    call = ("write", {"path": f"{form.value}a{form.param_end}", "body": "b"})
+    assert read(family, rendered(family, [call])) == ([call], "", "", 0)
