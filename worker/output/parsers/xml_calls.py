@@ -187,6 +187,9 @@ class _Arguments:
             out.args('"')
         else:
             yield from value.text(parts.append)
+            is_text = not types or "string" in types
+            if value.has_markup and not is_text and json_text("".join(parts).strip()) is None:
+                raise Malformed  # the markup may be that of a further argument
             self._emit(key, "".join(parts), types, lead)
         self.texts[key] = "".join(parts)
 
