@@ -293,10 +293,16 @@ class _CallBody:
         if char in ("{", '"'):
             yield from json_arguments(ctx, begin(ctx, name))
             yield from expect_end(r)
-        elif (yield from r.until(markers(*self.ends), drop, 0, keep=True)) or not (char or r.is_cut):
+        elif (yield from r.until(markers(*self.ends), drop, 0, keep=True)) or self._is_empty(ctx, char):
             begin(ctx, name)
             ctx.out.args("{}")
         else:
             raise Malformed
         end(ctx)
         yield from ctx.r.space()
+
+    def _is_empty(self, ctx: ParserContext, char: str) -> bool:
+        """Return whether the output ends here with a call of a declared tool that has no parameters."""
+        name = ctx.tools.declared(self.recipient.removeprefix("functions."))
+        is_over = not char and not ctx.r.is_cut
+        return is_over and name in ctx.tools and not ctx.tools.parameters(name).names

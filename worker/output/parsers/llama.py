@@ -47,8 +47,13 @@ class LlamaCalls:
             return
         if not code:
             raise Malformed
-        begin(ctx, code)
         parts.append(word)
         yield from r.until(markers(), parts.append)
-        ctx.out.args('{"code": ' + quoted("".join(parts)) + "}")
+        if not "".join(parts).strip():
+            raise Malformed
+        begin(ctx, code)
+        ctx.out.args('{"code": ' + quoted("".join(parts))[: -1 if r.is_cut else None])
+        if r.is_cut:
+            raise Malformed  # a part of the code is missing
+        ctx.out.args("}")
         end(ctx)

@@ -51,7 +51,11 @@ class MistralCalls:
         if is_empty and name not in ctx.tools:
             raise Malformed
         if (yield from r.literal(markers("[ARGS]", "[CALL_ID]"))) == "[CALL_ID]":
-            call_id, _ = yield from r.capture(arguments, NAME_LIMIT)
+            # The id must not extend into the arguments or the next call.
+            call_id, hit = yield from r.capture(markers("[ARGS]", "{", *self.starts), NAME_LIMIT, keep=True)
+            if hit in self.starts:
+                raise Malformed
+            yield from r.literal(arguments)
         yield from r.again(arguments)
         params = begin(ctx, name, call_id.strip())
         if not (yield from r.space()):

@@ -187,6 +187,10 @@ class _Arguments:
             out.args('"')
         else:
             yield from value.text(parts.append)
+            kind = attribute(opening.label, "string", "type")
+            is_text = "string" in types or (not types and kind in ("", "true", "string"))
+            if value.has_markup and not is_text and json_text("".join(parts).strip()) is None:
+                raise Malformed  # the markup may be that of a further argument
             self._emit(key, "".join(parts), types, lead)
         self.texts[key] = "".join(parts)
 

@@ -91,6 +91,11 @@ class ValueReader:
     text_start: int = 0
     has_start_again: bool = False
 
+    @property
+    def has_markup(self) -> bool:
+        """Whether markers of the family's parameters or calls were read as text outside of quoted calls."""
+        return self.has_text_end or self.open_parameters > 0
+
     def start(self) -> Steps[None]:
         """Read the markup between the start of the parameter and its text."""
         r, form = self.call.ctx.r, self.form
