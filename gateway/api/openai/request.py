@@ -226,7 +226,7 @@ TOOL_MODES: Final = {
     "any": ToolMode.REQUIRED,
 }
 # Schema of `allowed_tools` for the API document.
-_ALLOWED: Final = {
+_ALLOWED: Final[dict[str, Any]] = {
     "type": "object",
     "properties": {"mode": {"enum": list(TOOL_MODES)}, "tools": {"type": "array", "items": {"type": "object"}}},
 }
@@ -236,7 +236,8 @@ TOOL_CHOICE: Final = {
         typed(*TOOL_MODES),
         {**typed("function", function=NAMED), "required": ["type", "function"]},
         {**typed("function", name=TEXT), "required": ["type", "name"]},
-        typed("allowed_tools", allowed_tools=_ALLOWED),
+        {**typed("allowed_tools", allowed_tools=_ALLOWED), "required": ["type", "allowed_tools"]},
+        {**typed("allowed_tools", **_ALLOWED["properties"]), "required": ["type", "tools"]},
         NULL,
     ]
 }

@@ -40,7 +40,7 @@ TOOL: Final = typed(
     parameters={"type": ["object", "null"]},
     strict={"type": ["boolean", "null"]},
 ) | {"required": ["type", "name"]}
-TOOL_CHOICE: Final = typed("auto", "none", "required", "function", "custom", "allowed_tools", name=TEXT)
+TOOL_CHOICE: Final = typed("auto", "none", "required", "any", "function", "custom", "allowed_tools", name=TEXT)
 
 
 # Completion windows of background responses, in seconds; 0 runs at once.
@@ -169,7 +169,7 @@ class InputTokensRequest(Struct, frozen=True, kw_only=True):
     prompt: Annotated[Any, UNSERVED] = None
     tools: list[Annotated[dict[str, Any], shape(TOOL)]] | None = None
     tool_choice: (
-        Annotated[str, words("auto", "none", "required")] | Annotated[dict[str, Any], shape(TOOL_CHOICE)] | None
+        Annotated[str, words("auto", "none", "required", "any")] | Annotated[dict[str, Any], shape(TOOL_CHOICE)] | None
     ) = None
     parallel_tool_calls: bool | None = None
     reasoning: SummarizedReasoning | None = None
