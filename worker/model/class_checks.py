@@ -1,6 +1,9 @@
-"""Checks of what a class of mlx-lm makes of a model's files: types of numbers, heads of their own, activations."""
+"""Checks of what a class of mlx-lm makes of a model's files: types of numbers, heads of their own, activations and
+windows.
+"""
 
 import json
+import logging
 import struct
 import sys
 from collections.abc import Mapping
@@ -10,11 +13,14 @@ from typing import Any, Final, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from protocol.failures import Code
 from protocol.weight_files import weight_files
 from worker.errors import LoadFailed
+
+log = logging.getLogger("mlxd.worker")
 
 # Modules that compute with their weights as numbers. MLX loads floats of 8 bits as integers, whose scales only modules
 # of other types apply.
@@ -24,6 +30,8 @@ _SILU: Final = ("silu", "swish", "swiglu")
 _TIED: Final = "tie_word_embeddings"
 _HEAD: Final = "lm_head"
 _EMBEDDING: Final = "embed_tokens.weight"
+# Types of models whose window is off unless `use_sliding_window` turns it on.
+_WINDOW_IS_OFF: Final = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 _CHUNK_BYTES: Final = 1 << 20
 
 
@@ -56,6 +64,24 @@ def check_activation(model: Any, section: Mapping[str, Any]) -> None:
         kind = section.get("model_type")
         message = f"mlx-lm's class for {kind!r} computes with silu, and config.json has hidden_act = {stated!r}"
         raise LoadFailed(Code.MODEL_UNSUPPORTED, message)
+
+
+def warn_of_window(path: Path, model: Any, section: Mapping[str, Any], max_context: int) -> None:
+    """Warn of a sliding window in the text configuration that mlx-lm's class does not compute. With more tokens than
+    the window the answers differ from those of transformers.
+    """
+    window, kinds = section.get("sliding_window"), section.get("layer_types")
+    is_on = section.get("use_sliding_window", section.get("model_type") not in _WINDOW_IS_OFF)
+    if not isinstance(window, int) or not 0 < window < max_context or is_on is False:
+        return
+    if isinstance(kinds, list) and "sliding_attention" not in kinds:
+        return
+    if any(isinstance(cache, RotatingKVCache | ChunkedKVCache) for cache in make_prompt_cache(model)):
+        return
+    message = (
+        "%s: config.json has a sliding window of %d tokens, and mlx-lm's class attends to all: longer chats differ"
+    )
+    log.warning(message, path, window)
 
 
 def untied(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:

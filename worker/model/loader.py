@@ -32,7 +32,7 @@ from worker.errors import LoadFailed, foreign_code
 from worker.model import packing
 from worker.model.batch_mode import BatchModePlan
 from worker.model.checkpoint_view import CONFIG, checkpoint_view
-from worker.model.class_checks import check_activation, check_floats, check_head, untied
+from worker.model.class_checks import check_activation, check_floats, check_head, untied, warn_of_window
 from worker.model.division import Division
 from worker.model.experts.expert_cache import attach as attach_experts
 from worker.model.experts.gathered_rows import experts_per_token, pass_tokens
@@ -148,6 +148,8 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
     vocab_size = vocab_size_of(config, tokenizer)
     eos_ids = tuple(sorted(tokenizer.eos_token_ids))
     _check_eos(eos_ids, vocab_size)
+    max_context = _context(config, model, tokenizer, spec.context)
+    warn_of_window(path, model, text_config(config), max_context)
     progress("check", weights_bytes, weights_bytes)
     return LoadedModel(
         model=model,
@@ -157,7 +159,7 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
         vocab_size=vocab_size,
         # A position table may have fewer rows than the vocabulary, but token ids never index it.
         table_rows=min((rows for rows in tables if rows >= vocab_size), default=vocab_size),
-        max_context=_context(config, model, tokenizer, spec.context),
+        max_context=max_context,
         eos_ids=eos_ids,
         weights_bytes=weights_bytes,
         vision=vision,

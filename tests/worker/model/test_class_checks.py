@@ -122,3 +122,27 @@ def test_a_tensor_that_the_class_does_not_have_is_named(tmp_path: Path) -> None:
     rewrite(folder, foo__bar=mx.zeros(2))
     with pytest.raises(LoadFailed, match=r"Received 1 parameters not in model: foo\.bar"):
         logits(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "is_warned"),
+    [
+        ("llama", {"sliding_window": 16}, True),
+        ("llama", {"sliding_window": 1 << 20}, False),
+        ("llama", {"sliding_window": None}, False),
+        ("qwen3", {"sliding_window": 16}, False),
+        ("qwen3", {"sliding_window": 16, "use_sliding_window": True}, True),
+        ("qwen3", {"sliding_window": 16, "use_sliding_window": False}, False),
+        ("llama", {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}, False),
+        ("llama", {"sliding_window": 16, "layer_types": ["full_attention", "full_attention"]}, False),
+    ],
+)
+def test_a_window_that_the_class_does_not_compute_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, settings: dict[str, Any], is_warned: bool
+) -> None:
+    folder = build(family, tmp_path / "model", num_hidden_layers=2)
+    for key, value in settings.items():
+        configure(folder, key, value)
+    with caplog.at_level("WARNING", "mlxd.worker"):
+        logits(folder)
+    assert ("sliding window of 16 tokens" in caplog.text) is is_warned
