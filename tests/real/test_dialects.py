@@ -83,8 +83,9 @@ def test_a_prediction_is_tried_where_the_prompt_has_the_same_text(served: Served
     text = page("memory", 500)
     prompt = f"Repeat this text word for word:\n\n{text}"
     body = {"prediction": {"type": "content", "content": text}}
-    plain = CHAT.ask(served, "m", prompt, 64)
-    predicted = CHAT.ask(served, "m", prompt, 64, **body)
+    # Each with a salt of its own: an answer that is cached would be drafted before anything else.
+    plain = CHAT.ask(served, "m", prompt, 64, cache_salt="plain")
+    predicted = CHAT.ask(served, "m", prompt, 64, cache_salt="predicted", **body)
 
     details = predicted["usage"]["completion_tokens_details"]
     figures.note(
