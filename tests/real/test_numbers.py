@@ -10,6 +10,7 @@ from tests.real.prepare import GEMMA3, SMOLLM2, SMOLLM2_BF16
 from tests.real.reference import largest_difference, perplexity, reference
 from tests.real.serving import Served
 
+pytestmark = pytest.mark.soak
 FOLDERS = {"smollm2": SMOLLM2, "gemma3": GEMMA3}
 MODELS = {
     "smollm2": f'path = "{SMOLLM2}"',
@@ -48,7 +49,6 @@ def test_prompt_logprobs_of_a_page_are_those_of_mlx_lm(served: Served, figures: 
     assert perplexity(ours) == pytest.approx(perplexity(theirs), rel=1e-4)
 
 
-@pytest.mark.soak
 def test_prompt_logprobs_of_a_page_are_those_of_mlx_lm_with_sliding_windows(served: Served, figures: Figures) -> None:
     choice = scored(served, "gemma3")
     ours, theirs = prompt_logprobs(choice), reference(GEMMA3).logprobs(choice["prompt_token_ids"])
@@ -60,7 +60,6 @@ def test_prompt_logprobs_of_a_page_are_those_of_mlx_lm_with_sliding_windows(serv
     assert difference < CLOSE
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("model", FOLDERS)
 def test_logprobs_of_an_answer_are_those_of_mlx_lm(served: Served, figures: Figures, model: str) -> None:
     body = {"model": model, "prompt": page("tutorial", 400), "max_tokens": 60, "temperature": 0, "logprobs": 1}
@@ -77,7 +76,6 @@ def test_logprobs_of_an_answer_are_those_of_mlx_lm(served: Served, figures: Figu
     assert difference < CLOSE
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("model", FOLDERS)
 def test_a_greedy_answer_is_that_of_mlx_lm(served: Served, model: str) -> None:
     prompt = "The three largest cities of Germany are"
@@ -89,7 +87,6 @@ def test_a_greedy_answer_is_that_of_mlx_lm(served: Served, model: str) -> None:
     assert text.lstrip() == theirs.greedy(theirs.encode(prompt), 40).lstrip()
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("model", MOST)
 def test_perplexity_with_fewer_bits_is_near_that_in_float32(served: Served, figures: Figures, model: str) -> None:
     exact, fewer = (perplexity(prompt_logprobs(scored(served, name))) for name in ("smollm2", model))
@@ -98,7 +95,6 @@ def test_perplexity_with_fewer_bits_is_near_that_in_float32(served: Served, figu
     assert fewer / exact < MOST[model]
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("model", FOLDERS)
 def test_text_offsets_count_the_characters_of_the_echoed_text(served: Served, model: str) -> None:
     prompt = "Rivers run to the sea."
