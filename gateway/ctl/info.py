@@ -10,12 +10,13 @@ from gateway.config.settings import ModelConfig
 from gateway.ctl.complete import model_argument
 from gateway.ctl.model_verbs.offline import available_bytes, folder_of, model_of, read_config
 from gateway.ctl.printing import Json, print_json
-from gateway.ctl.tables import OUTPUT_UNITS, measured, size
+from gateway.ctl.tables import OUTPUT_UNITS, measured, output_unit, size
 from gateway.failed import CommandFailed
 from gateway.media.modalities import SETUP, has_towers_library
 from gateway.model_files.hub_cache import split_revision
 from gateway.model_files.known_times import KnownTimes, speeds
 from gateway.model_files.metadata import ModelMetadata, Unreadable, adapter_sizes, inspect
+from protocol.kinds import TEXT
 from protocol.timing_profile import profiles_dir
 
 HEAD: Final = "for multi-token prediction: drafts where that pays"
@@ -49,22 +50,15 @@ def info(
 
 def print_info(name: str, info: ModelMetadata, echo: Callable[[str], None] = typer.echo) -> None:
     """Print what is known about a model, line by line: its memory, its context, and whether it fits."""
-    kv = "not computed for this attention"
-    if info.kv_1k_bytes is not None:
-        kv = f"{size(info.kv_1k_bytes)} per 1,000 tokens" + (f", in {info.kv_bits} bits" if info.kv_bits else "")
     place = info.path if info.is_downloaded else f"not downloaded (mlxctl pull {info.path})"
-    context = f"{info.context or '?'} tokens"
-    if info.tokens_max is not None and info.context and info.tokens_max < info.context:
-        context += f", of which memory holds {info.tokens_max}"
     echo(f"{name}: {info.model_type or '?'}, {place}")
     if info.kind in OUTPUT_UNITS:
-        echo(f"makes      {OUTPUT_UNITS[info.kind]}")
+        echo(f"makes      {output_unit(info.kind, info.family)}")
     echo(f"weights    {size(info.weights_bytes)} in memory, {size(info.disk_bytes)} on disk")
     if info.expert_bytes:
         held, total = size(info.expert_cache_bytes), size(info.expert_bytes)
         echo(f"experts    {held} of {total} in memory, the others are read from disk when they are chosen")
-    echo(f"KV         {kv}")
-    echo(f"context    {context}")
+    _print_lengths(info, echo)
     if info.modalities:
         echo(f"media      {', '.join(info.modalities)}; {size(info.tower_bytes)} of the weights encode them")
         if not has_towers_library():
@@ -80,6 +74,25 @@ def print_info(name: str, info: ModelMetadata, echo: Callable[[str], None] = typ
     echo(info.verdict)
     for obstacle in info.obstacles:
         echo(typer.style(f"cannot be loaded: {obstacle}", fg="red"))
+
+
+def _print_lengths(info: ModelMetadata, echo: Callable[[str], None]) -> None:
+    """Print the KV of a model that has some, and its context, or the longest input of an encoder."""
+    if info.kind == TEXT:
+        kv = "not computed for this attention"
+        if info.kv_1k_bytes is not None:
+            kv = f"{size(info.kv_1k_bytes)} per 1,000 tokens" + (f", in {info.kv_bits} bits" if info.kv_bits else "")
+        if info.kv_window_bytes:
+            kv += f", and up to {size(info.kv_window_bytes)} for sliding windows"
+        echo(f"KV         {kv}")
+        if info.kv_warning:
+            echo(typer.style(f"           {info.kv_warning}", fg="yellow"))
+    elif not info.context:
+        return
+    context = f"{info.context or '?'} tokens"
+    if info.tokens_max is not None and info.context and info.tokens_max < info.context:
+        context += f", of which memory holds {info.tokens_max}"
+    echo(f"context    {context}")
 
 
 def _look(model: ModelConfig) -> ModelMetadata:

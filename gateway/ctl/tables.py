@@ -19,6 +19,7 @@ from gateway.control_types import (
 from gateway.ctl.printing import console
 from gateway.ctl.rates import RateSample, waiting
 from gateway.model_files.prefix_files import PrefixFolder
+from protocol.kinds import SPEAKERS, TRANSCRIBERS
 
 # Drafted tokens before which the gain of drafts is too uncertain to be shown.
 MIN_GAIN_TOKENS = 1000
@@ -90,6 +91,13 @@ def notes(models: Sequence[ModelStatus]) -> None:
             out.print(
                 f"{model.name}: {prompts} prefilled sparsely, {part} % of {model.sparse_prompt_tokens} tokens kept"
             )
+
+
+def output_unit(kind: str, family: str) -> str:
+    """Return what a model of a kind makes; an audio model's family says which of both."""
+    if family in TRANSCRIBERS:
+        return "transcripts"
+    return "speech" if family in SPEAKERS else OUTPUT_UNITS[kind]
 
 
 def measured(speeds: Speeds) -> str:

@@ -57,7 +57,8 @@ def speeds(profile: TimingProfile | None) -> Speeds | None:
     calibration = profile.calibration
     if calibration is not None:
         decode = tuple((each.size, each.tokens_per_s) for each in calibration.decode)
-        prefill = max((each.tokens_per_s for each in calibration.prefill), default=0.0)
+        # The longest prompt is nearest to those that take long.
+        prefill = calibration.prefill[-1].tokens_per_s if calibration.prefill else 0.0
         return Speeds(load_s, decode, prefill, calibration.at, calibration.max_running)
     passes = [each for each in profile.passes if each.band == _SHORT_BAND]
     plain = {each.rows: each.rows / each.seconds for each in passes if each.kind is PassKind.STEP and each.size == 1}

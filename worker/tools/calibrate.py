@@ -129,8 +129,11 @@ class Bench:
             self._blocks.width = 1
 
     def prefill(self, limit_s: float) -> Iterator[MeasuredSpeed]:
-        """Measure prefill speed for increasing prompt lengths, each prompt alone."""
-        begin = time.perf_counter()
+        """Measure prefill speed for increasing prompt lengths, each prompt alone.
+
+        The last prompt ends where the time is over. Its size is the number of its tokens that were processed.
+        """
+        begin, longest = time.perf_counter(), 0
         for tokens in PROMPT_TOKENS:
             if (
                 time.perf_counter() - begin > limit_s
@@ -141,9 +144,11 @@ class Bench:
             self._clear()
             self._insert(tokens)
             began, done = time.perf_counter(), 0
-            while self._batch.prefilling and (done == 0 or time.perf_counter() - began < limit_s / len(PROMPT_TOKENS)):
+            while self._batch.prefilling and (done == 0 or time.perf_counter() - begin < limit_s):
                 done += self._tick(self._longest, done)
-            yield MeasuredSpeed(tokens, done / (time.perf_counter() - began))
+            if done > longest:
+                yield MeasuredSpeed(done, done / (time.perf_counter() - began))
+                longest = done
 
     def fused_prefill(self, limit_s: float) -> None:
         """Measure prefill chunks of each size while other rows decode, both fused with their steps and in separate

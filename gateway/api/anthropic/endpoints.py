@@ -30,7 +30,7 @@ class MessagesEndpoint:
         services, record = self._services, record_of(scope)
         request, unknown = await serve.read(services, record, scope, receive, decode_messages)
         ignored = unknown + _betas(scope)
-        model, seed = serve.begin(services, record, request.model, bool(request.stream), None, ignored)
+        model, seed = serve.begin(services, record, request.model, bool(request.stream), request.seed, ignored)
         job = await serve.prepare(
             services, record, model, lambda next_rid, ms: lower_messages(request, model, next_rid, seed, ms)
         )

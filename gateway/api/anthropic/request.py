@@ -27,6 +27,7 @@ from gateway.api.common.refused_fields import REFUSED_FIELDS, SAMPLER_FIELDS, Re
 from gateway.api.common.sampling import sampling_values
 from gateway.api.common.thinking import of_config
 from gateway.api.openai.lowering import derive_seed
+from gateway.api.openai.request import Seed
 from gateway.config.settings import ModelConfig, ThinkingDefaults
 from gateway.errors import BadRequest, Unsupported, missing_parameter
 from protocol.prompts import ChatPrompt
@@ -115,6 +116,8 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    # Seed of the sampling. This field is mlxd's own.
+    seed: Seed | None = None
     # Whether tokens are drafted, and the maximum number of tokens in a draft. This field is mlxd's own.
     speculate: Speculate | None = None
     # Whether a long prompt is prefilled sparsely, and the fraction of it that is kept. This field is mlxd's own.

@@ -28,7 +28,7 @@ class TextStream(ChoiceStream[TextChoice]):
         if delta.logprobs is None:
             return TextChoice(index, delta.text) if delta.text else None
         builder = self._builders.setdefault(index, TextLogprobsBuilder())
-        return TextChoice(index, delta.text, builder.build(delta.logprobs))
+        return TextChoice(index, delta.text, builder.build(delta.text, delta.logprobs))
 
     def _opened(self, index: int, ids: Sequence[int]) -> bytes:
         return self._event(TextChoice(index, "", token_ids=(), prompt_token_ids=ids))
@@ -53,7 +53,7 @@ class TextFold(ChoiceFold[TextChoice, _PartialText]):
         choice.text.append(delta.text)
         if delta.logprobs is not None:
             choice.logprobs = choice.logprobs or TextLogprobsParts()
-            choice.logprobs.add(delta.logprobs)
+            choice.logprobs.add(delta.text, delta.logprobs)
 
     def _whole(self, index: int, choice: _PartialText) -> TextChoice:
         logprobs = None if choice.logprobs is None else choice.logprobs.whole()

@@ -230,19 +230,22 @@ def chat_logprobs(tokens: Iterable[TokenLogprob]) -> list[ContentLogprob]:
 class TextLogprobsBuilder:
     """Builds log-probabilities in the legacy form, token by token.
 
-    `text_offset` counts characters, even if a token ends inside a character.
+    `text_offset` counts characters of the text, even if a token ends inside a character.
     """
 
     def __init__(self) -> None:
         self._offset = 0
         self._pending = b""
 
-    def build(self, tokens: Iterable[TokenLogprob]) -> TextLogprobs:
+    def build(self, text: str, tokens: Sequence[TokenLogprob]) -> TextLogprobs:
+        """Build the entries of the next tokens, which come with `text`."""
         body = TextLogprobs([], [], [], [])
-        for token in tokens:
+        is_added = _is_before(text.encode(), tokens)
+        for at, token in enumerate(tokens):
             body.tokens.append(_token_text(token.token))
             body.text_offset.append(self._offset)
-            self._advance(token.token)
+            if at or not is_added:
+                self._advance(token.token)
             if math.isnan(token.logprob):
                 body.token_logprobs.append(None)
                 body.top_logprobs.append(None)
@@ -260,6 +263,17 @@ class TextLogprobsBuilder:
         self._offset += len(text)
 
 
+def _is_before(text: bytes, tokens: Sequence[TokenLogprob]) -> bool:
+    """Whether the first token was put before the text of a prompt by the tokenizer, as <bos> is.
+
+    The first token of a prompt has no log-probability, and comes with all of the prompt's text.
+    """
+    if not tokens or not math.isnan(tokens[0].logprob) or (text and text.startswith(tokens[0].token)):
+        return False
+    rest = b"".join(token.token for token in tokens[1:])
+    return text.startswith(rest) or rest.startswith(text)
+
+
 class TextLogprobsParts:
     """Legacy log-probabilities of a whole choice. They are kept as JSON, which takes much less memory than objects."""
 
@@ -267,11 +281,11 @@ class TextLogprobsParts:
         self._builder = TextLogprobsBuilder()
         self._parts: dict[str, list[bytes]] = {name: [] for name in TextLogprobs.__struct_fields__}
 
-    def add(self, tokens: Sequence[TokenLogprob]) -> None:
-        """Add the next entries."""
+    def add(self, text: str, tokens: Sequence[TokenLogprob]) -> None:
+        """Add the next entries, which come with `text`."""
         if not tokens:
             return
-        body = self._builder.build(tokens)
+        body = self._builder.build(text, tokens)
         for name, parts in self._parts.items():
             parts.append(_encode(getattr(body, name))[1:-1])
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 REQUESTS: Final = 3
 # The first request may have to load the model.
 LOAD_TIMEOUT_S: Final = 3600.0
+# Approximate tokens of a text that no embedding model cuts.
+UNCUT_TOKENS: Final = 32
 
 
 def bench(
@@ -60,11 +62,13 @@ def measure(model: str, rounds: list[int], prompt_tokens: int, tokens: int, requ
     if kind == RERANK:
         raise CommandFailed(f"{model} scores pairs of texts: bench measures models of text and of embeddings")
     target = Target("mlxd", 80, socket=str(client.admin_socket()))
-    endpoint, extra = (EMBEDDING, None) if kind == EMBED else (CHAT, {"ignore_eos": True})
+    # Texts beyond the longest input of an embedding model are cut to it.
+    endpoint, extra = (EMBEDDING, {"truncate_prompt_tokens": -1}) if kind == EMBED else (CHAT, {"ignore_eos": True})
+    sample = min(prompt_tokens, UNCUT_TOKENS) if kind == EMBED else prompt_tokens
     load = BenchLoad(target, model, endpoint, extra, LOAD_TIMEOUT_S)
 
     async def measured() -> "list[Report]":
-        prompts = Prompts(seed=0, tokens_per_word=await _tokens_per_word(load, prompt_tokens))
+        prompts = Prompts(seed=0, tokens_per_word=await _tokens_per_word(load, sample))
         return await sweep(
             load,
             rounds,

@@ -56,6 +56,15 @@ def test_windows_stop_growing_and_what_is_not_known_is_not_guessed() -> None:
     assert attention(PLAIN | {"kv_lora_rank": 512}, 2) is None
 
 
+def test_windows_by_a_pattern_stop_growing_in_all_layers_but_one_of_each_group() -> None:
+    six = PLAIN | {"num_hidden_layers": 7, "sliding_window": 100}
+    each = 2 * 8 * 8 * 2
+    assert attention(six | {"sliding_window_pattern": 3}, 2) == Attention(2 * each, 5 * each * 100)
+    assert attention(six | {"model_type": "gemma3_text"}, 2) == Attention(each, 6 * each * 100)
+    assert attention({"text_config": six | {"model_type": "gemma3_text"}}, 2) == Attention(each, 6 * each * 100)
+    assert attention(six | {"sliding_window_pattern": "LLG"}, 2) is None
+
+
 FIXED = fixed_bytes(1_048_576, has_towers=False)
 
 
@@ -203,3 +212,36 @@ def test_a_head_is_told_by_its_tensors_and_whether_it_is_run_by_its_family(
 def test_a_head_beside_the_weights_is_told_and_mlxctl_info_says_so(tmp_path: Path) -> None:
     assert inspect(find("demo"), "auto", 0, GIB).head == "run"
     assert "head       for multi-token prediction: drafts where that pays" in ctl(tmp_path, "info", "demo").stdout
+
+
+def test_a_model_without_kv_has_the_longest_input_of_its_files_and_what_it_makes(tmp_path: Path) -> None:
+    encoder = PLAIN | {"model_type": "bert", "max_position_embeddings": 512}
+    path = folder(tmp_path, {"w": ("F32", 1_048_576)}, encoder)
+    (path / "sentence_bert_config.json").write_text('{"max_seq_length": 256}')
+    found = inspect(path, "auto", 0, 4 * GIB)
+    assert (found.kind, found.kv_1k_bytes, found.tokens_max, found.context) == ("embed", None, None, 256)
+    assert inspect(path, "auto", 128, 4 * GIB).context == 128
+
+    shown = ctl(tmp_path, "info", str(path)).stdout
+    assert "KV" not in shown
+    assert "context    256 tokens" in shown
+    assert "fits: its worker needs" in shown
+
+
+@pytest.mark.parametrize(("model_type", "made"), [("whisper", "transcripts"), ("qwen3_tts", "speech")])
+def test_an_audio_model_makes_one_of_both_and_has_no_context_or_kv(tmp_path: Path, model_type: str, made: str) -> None:
+    path = folder(tmp_path, {"w": ("F32", 1_048_576)}, {"model_type": model_type})
+    lines = ctl(tmp_path, "info", str(path)).stdout.splitlines()
+
+    assert f"makes      {made}" in lines
+    assert not any(line.startswith(("KV", "context")) or "KV" in line for line in lines)
+
+
+@pytest.mark.parametrize(("bits", "width", "warns"), [(4, 64, True), (4, 128, False), (8, 64, False), (0, 64, False)])
+def test_four_bits_of_kv_are_warned_of_where_heads_are_small(
+    tmp_path: Path, bits: int, width: int, warns: bool
+) -> None:
+    path = folder(tmp_path, {"w": ("F16", 1_048_576)}, PLAIN | {"head_dim": width})
+    warning = inspect(path, "float16", 0, 1 << 30, bits).kv_warning
+
+    assert ("perplexity" in warning) is warns

@@ -1,7 +1,10 @@
 """Calibration: it measures a real model, and the next worker of the same form has the results."""
 
+import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -48,6 +51,33 @@ def test_the_next_worker_of_the_model_has_what_was_measured(
         assert engine.engine.kept is not None
         assert engine.engine.kept.calibration == kept.calibration
         assert engine.engine.max_running == kept.calibration.max_running
+
+
+def test_a_prompt_that_is_cut_short_counts_with_the_tokens_that_were_processed(
+    model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[CalibrationResult] = []
+    ticks: list[int] = []
+    tick, clock = Bench._tick, itertools.count()  # pyright: ignore[reportPrivateUsage]
+
+    def counted(bench: Bench, chunk: int, context: int, *, is_fused: bool = True) -> int:
+        ticks.append(done := tick(bench, chunk, context, is_fused=is_fused))
+        return done
+
+    monkeypatch.setattr(Bench, "_tick", counted)
+    # Each look at the clock takes a second, so the time is over within the first prompt.
+    monkeypatch.setattr(
+        "worker.tools.calibrate.time", SimpleNamespace(perf_counter=lambda: next(clock), time=time.time)
+    )
+    monkeypatch.setattr(Bench, "decode", lambda *_: iter([MeasuredSpeed(1, 1.0)]))
+    monkeypatch.setattr(Bench, "blocks", lambda *_: None)
+    monkeypatch.setattr(Bench, "fused_prefill", lambda *_: None)
+    monkeypatch.setattr(Bench, "buffers", lambda *_: 0)
+    calibrate(spec(model_folder("qwen3"), prefill_chunk=64), 20.0, str(tmp_path), found.append)
+
+    (prompt,) = [each for each in found if each.kind == "prefill"]
+    assert prompt.size == sum(ticks)
+    assert 64 <= prompt.size < 512
 
 
 def test_a_lane_of_one_has_one_row(model_folder: Callable[[str], Path], tmp_path: Path) -> None:

@@ -56,25 +56,31 @@ class LookupGuess:
 
 
 class Lookup(IndexedTokens):
-    """Indexed text of one row: the client's prediction, then the prompt and the output so far."""
+    """Indexed text of one row: the prompt and the output so far, and beside them the client's prediction."""
 
     def __init__(self, tokens: Tokens, prediction: Sequence[int]) -> None:
-        self._predicted = len(prediction) + 1 if prediction else 0
-        before = np.array([*prediction, BREAK] if prediction else [], dtype=np.int32)
-        super().__init__(np.concatenate([before, tokens]) if prediction else tokens)
+        super().__init__(tokens)
+        self._prediction = IndexedTokens(np.array(prediction, dtype=np.int32)) if prediction else None
 
     @property
     def text(self) -> Tokens:
         """Return the prompt and the output so far."""
-        return self.tokens[self._predicted :]
+        return self.tokens
 
     def guess(self, most: int, history: IndexedTokens) -> LookupGuess | None:
-        """Return a draft of at most `most` tokens that is no longer than the match before it; None without a match."""
-        tail = self.text[-MAX_MATCH_TOKENS:]
+        """Return a draft of at most `most` tokens that is no longer than the match before it; None without a match.
+
+        A prediction that matches as far as the row's own text goes before it: an edit's prompt usually has the same
+        text, and the client states what will follow.
+        """
+        tail = self.tokens[-MAX_MATCH_TOKENS:]
         at, match = self.longest(tail)
+        if self._prediction is not None:
+            predicted, length = self._prediction.longest(tail)
+            if predicted >= 0 and length >= match:
+                return _guess(self._prediction.tokens, predicted, length, most, DraftSource.PREDICTION, repeats=False)
         if at >= 0:
-            source = DraftSource.PREDICTION if at < self._predicted else DraftSource.LOOKUP
-            return _guess(self.tokens, at, match, most, source)
+            return _guess(self.tokens, at, match, most, DraftSource.LOOKUP)
         at, match = history.longest(tail)
         return _guess(history.tokens, at, match, most, DraftSource.HISTORY) if at >= 0 else None
 
@@ -104,9 +110,13 @@ class OutputHistory:
             self._held.popitem(last=False)
 
 
-def _guess(held: Tokens, at: int, match: int, most: int, source: DraftSource) -> LookupGuess | None:
-    count = min(most, match)
-    # A draft that would extend beyond the end of the text starts again with the draft's own beginning.
+def _guess(
+    held: Tokens, at: int, match: int, most: int, source: DraftSource, *, repeats: bool = True
+) -> LookupGuess | None:
+    """Return what follows a place. If it `repeats`, a draft that would extend beyond the end of the text starts again
+    with its own beginning.
+    """
+    count = min(most, match if repeats else min(match, len(held) - 1 - at))
     period = len(held) - 1 - at
     tokens = [int(held[at + 1 + step % period]) for step in range(count)]
     if BREAK in tokens:

@@ -349,3 +349,14 @@ async def test_a_block_that_is_no_part_of_an_answer_is_refused_in_one(gateway: G
 
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith("messages.1.content.1: ")
+
+
+async def test_a_seed_is_used_and_named_as_in_the_other_dialects(gateway: Gateway, real: httpx.AsyncClient) -> None:
+    reply = await gateway.client.post(PATH, json=message(seed=7))
+    assert reply.headers["x-mlxd-seed"] == "7"
+    assert "x-mlxd-ignored" not in reply.headers
+    assert int((await gateway.client.post(PATH, json=message(seed=-1))).headers["x-mlxd-seed"]) >= 0
+
+    asked = message(model="demo", temperature=1.0, seed=7, max_tokens=24)
+    first, again = [(await real.post(PATH, json=asked)).json()["content"] for _ in range(2)]
+    assert first == again

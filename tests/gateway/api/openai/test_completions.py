@@ -85,7 +85,9 @@ async def test_legacy_log_probabilities_come_through(gateway: Gateway) -> None:
 
 
 def test_the_first_token_of_a_prompt_has_no_log_probability() -> None:
-    built = TextLogprobsBuilder().build([TokenLogprob(b"a", math.nan), TokenLogprob(b"b", -math.inf, ((b"c", -0.5),))])
+    built = TextLogprobsBuilder().build(
+        "ab", [TokenLogprob(b"a", math.nan), TokenLogprob(b"b", -math.inf, ((b"c", -0.5),))]
+    )
 
     assert msgspec.to_builtins(built) == {
         "tokens": ["a", "b"],
@@ -93,3 +95,23 @@ def test_the_first_token_of_a_prompt_has_no_log_probability() -> None:
         "top_logprobs": [None, {"c": -0.5, "b": LOGPROB_MIN}],
         "text_offset": [0, 1],
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "offsets"),
+    [
+        ("Rivers run", [b"<bos>", b"Rivers", b" run"], [0, 0, 6]),  # added by the tokenizer
+        ("Rivers run to", [b"<bos>", b"Rivers", b" run"], [0, 0, 6]),  # the first slice of a longer prompt
+        ("<bos>Rivers", [b"<bos>", b"Rivers"], [0, 5]),  # written by the client
+        ("Rivers run", [b" Rivers", b" run"], [0, 7]),  # a tokenizer that puts a space before each text
+        ("", [b"<bos>"], [0]),
+    ],
+)
+def test_text_offsets_of_an_echo_do_not_count_what_the_tokenizer_put_before_it(
+    text: str, tokens: list[bytes], offsets: list[int]
+) -> None:
+    builder = TextLogprobsBuilder()
+    entries = [TokenLogprob(token, -1.0 if at else math.nan) for at, token in enumerate(tokens)]
+    assert builder.build(text, entries).text_offset == offsets
+    end = offsets[-1] + (len(tokens[-1]) if len(tokens) > 1 else 0)
+    assert builder.build("!", [TokenLogprob(b"!", -1.0)]).text_offset == [end]

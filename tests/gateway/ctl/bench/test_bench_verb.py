@@ -83,6 +83,11 @@ def test_embeddings_are_measured_by_their_texts_and_scores_of_pairs_are_not(read
     assert report["prompt_tokens"] > 4
     assert report["tokens_per_s"] > report["requests_per_s"] > 0
 
+    # The default prompt is longer than any input of this model.
+    done = ctl(readers, "bench", "reader", "--concurrency", "1", "--requests", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["reports"][0]["prompt_tokens"] == 120
+
     refused = ctl(readers, "bench", "judge")
     assert refused.returncode == 1
     assert "scores pairs of texts" in refused.stderr

@@ -75,6 +75,22 @@ def test_a_prediction_is_looked_up_and_never_a_part_of_the_text() -> None:
     assert row.text.tolist() == [7, 8, 20, 21, 22]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "source", "draft"),
+    [
+        ([7, 20, 21, 22, 23, 24, 9], DraftSource.PREDICTION, [30, 31, 32]),  # as long in both
+        ([7, 19, 20, 21, 22, 23, 24, 9, 19], DraftSource.LOOKUP, [23, 24, 9, 19]),  # longer in the prompt
+    ],
+)
+def test_a_prediction_goes_before_a_prompt_that_matches_no_longer(
+    prompt: list[int], source: DraftSource, draft: list[int]
+) -> None:
+    guess = lookup([*prompt, 20, 21, 22], prediction=(5, 20, 21, 22, 30, 31, 32, 33)).guess(8, NOTHING)
+
+    assert guess is not None
+    assert (guess.source, guess.tokens) == (source, draft)
+
+
 def test_outputs_before_are_found_by_rows_of_their_salt_alone() -> None:
     history = OutputHistory()
     history.add("ours", np.array([1, 2, 3, 4, 5, 6], dtype=np.int32), 4)

