@@ -97,7 +97,7 @@ class Services(Runtime):
         keyring = Keyring(KeyFile(config.keys_path), metrics, clock, ledger=ledger)
         admission, requests, tasks = Admission(metrics.rejected, clock), Requests(), TaskSet(metrics.unhandled_error)
         meter = LoadMeter(pool, requests, admission, metrics)
-        metrics.loads = lambda: [(model.name, *_loads(meter, model)) for model in live.config.models.values()]
+        metrics.loads = lambda: [(model.name, *meter.read(model)) for model in live.config.models.values()]
         bodies = Bodies(
             lambda: memory_bytes(live.config.server), lambda: share_bytes(live.config.server, keyring.has_others)
         )
@@ -161,8 +161,3 @@ def _ledger(live: LiveConfig, disk: Disk) -> Ledger:
         lambda: live.config.server.usage_months,
         disk=disk,
     )
-
-
-def _loads(meter: LoadMeter, model: ModelConfig) -> tuple[int, float]:
-    load = meter.read(model)
-    return load.backlog_tokens, load.wait_s

@@ -339,7 +339,7 @@ def _window_pattern(text: Mapping[str, Any]) -> int:
 def _longest_input(folder: Path) -> int:
     """Return the longest input of a sentence-transformers model; 0 if its files declare none."""
     with suppress(OSError, ValueError):
-        settings = json.loads((folder / "sentence_bert_config.json").read_bytes())
+        settings = file_json(folder / "sentence_bert_config.json")
         longest = settings.get("max_seq_length") if isinstance(settings, dict) else None
         return longest if isinstance(longest, int) else 0
     return 0

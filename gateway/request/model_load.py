@@ -1,36 +1,21 @@
 """Load (utilization) of a model. Routers use it to choose a daemon. It is computed on demand."""
 
-from dataclasses import dataclass
-from typing import Final
+from typing import NamedTuple
 
 from gateway.config.settings import ModelConfig
 from gateway.request.admission import Admission
 from gateway.request.in_flight import Requests
 from gateway.telemetry.metrics import Metrics
 from gateway.workers.pool.pool import Pool
-from gateway.workers.supervisor.state import State
-
-# DEFAULT_LOAD_S is assumed for a model that was never loaded. FAILED_LOAD_S is reported after a failed load, to keep
-# routers away.
-DEFAULT_LOAD_S: Final = 15.0
-FAILED_LOAD_S: Final = 3600.0
-_FAILED: Final = frozenset({State.FAILED, State.INCOMPATIBLE})
 
 
-@dataclass(frozen=True, slots=True)
-class ModelLoad:
-    """Utilization of one model: `inside` sequences run or wait here; their prompts have `backlog_tokens` to process.
-
-    `prefill_rate` is in tokens per second, 0 if none was measured. `wait_s` is the approximate time until a new
-    request's prompt is processed, and `load_s` the approximate time to load the model, 0 if it is loaded.
+class ModelLoad(NamedTuple):
+    """Utilization of one model: the prompts of its requests have `backlog_tokens` to process, and `wait_s` is the
+    approximate time until a new request's prompt is processed, without a load.
     """
 
-    state: State
-    inside: int
     backlog_tokens: int
-    prefill_rate: float
     wait_s: float
-    load_s: float
 
 
 class LoadMeter:
@@ -60,15 +45,4 @@ class LoadMeter:
         wait_s = beyond * self._admission.mean_s(model.name) / slots
         if rate > 0:
             wait_s += backlog / rate
-        state = worker.state
-        loads = numbers.load
-        load_s = (
-            loads.sum / loads.count
-            if loads.count
-            else self._pool.times.load_s(model.name, model.path) or DEFAULT_LOAD_S
-        )
-        if state is State.READY:
-            load_s = 0.0
-        elif state in _FAILED:
-            load_s = FAILED_LOAD_S
-        return ModelLoad(state, inside, backlog, rate, wait_s, load_s)
+        return ModelLoad(backlog, wait_s)

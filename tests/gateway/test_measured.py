@@ -8,7 +8,6 @@ import pytest
 
 from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.control.endpoints import DaemonEndpoints
-from gateway.request.model_load import DEFAULT_LOAD_S
 from gateway.workers.memory.estimate import estimate
 from gateway.workers.supervisor.spawn import default_command
 from protocol import timing_profile
@@ -37,17 +36,6 @@ async def test_a_client_that_waited_in_vain_is_told_when_the_model_will_be_there
             assert late.status_code == 503
             assert late.json()["error"]["code"] == "queue_timeout"
             assert 50 <= int(late.headers["retry-after"]) <= 60
-
-
-async def test_a_load_is_expected_to_take_what_the_one_before_took() -> None:
-    with short_home() as home:
-        async with running(home) as gateway:
-            meter, model = gateway.app.services.meter, gateway.app.services.config.models["m"]
-            assert meter.read(model).load_s == DEFAULT_LOAD_S
-        timing_profile.write(profiles_dir(home), kept(load_s=42.0))
-        async with running(home) as gateway:
-            meter, model = gateway.app.services.meter, gateway.app.services.config.models["m"]
-            assert meter.read(model).load_s == 42.0
 
 
 async def test_a_worker_leaves_its_times_and_the_next_one_runs_as_many_rows_as_a_calibration_says(
