@@ -51,7 +51,7 @@ test-clients: $(STAMP)
 test-conformance: $(STAMP)
 	@$(PY) -P -m pytest -rs $(or $(ARGS),tests/conformance)
 
-# 12 minutes on two quiet cores, and 6 more where the folders are made first. With ARGS for pytest the page is not written.
+# With ARGS for pytest the page is not written.
 test-real: $(STAMP)
 	@$(PY) -P -m tests.real $(ARGS)
 

@@ -135,8 +135,6 @@ def _installer() -> list[str]:
 
 
 def _cause(lines: list[str]) -> str:
-    """The line that says most: the first failed connection, else the last line."""
-    connection = [line for line in lines if "connection" in line.lower() or "resolve" in line.lower()]
-    if connection:
-        return f"no connection to the package index: {connection[0].strip()[:200]}"
+    if any("connection" in line.lower() or "resolve" in line.lower() for line in lines):
+        return "no connection to the package index"
     return lines[-1].strip()[:200] if lines else "the installer said nothing"

@@ -34,9 +34,9 @@ def write(seconds: float) -> None:
 
 
 def render(
-    measured: Mapping[str, Sequence[tuple[str, str]]], counts: Mapping[str, int], facts: Mapping[str, str]
+    measured: Mapping[str, Sequence[tuple[str, str]]], counts: Mapping[str, tuple[int, int]], facts: Mapping[str, str]
 ) -> str:
-    """The page. `counts` are the passed tests of each module."""
+    """The page. `counts` are the passed tests of each module, and all of them."""
     lines = [
         "# Real weights",
         "",
@@ -47,7 +47,7 @@ def render(
         "",
         *_table(("run", ""), facts.items()),
         "",
-        *_table(("tests", "passed", "of"), [(t, str(counts.get(m, 0)), w) for m, (t, w) in SECTIONS.items()]),
+        *_table(("tests", "passed", "subject"), _outcomes(counts)),
         "",
         "## Models",
         "",
@@ -61,6 +61,11 @@ def render(
     return "\n".join(lines) + "\n"
 
 
+def _outcomes(counts: Mapping[str, tuple[int, int]]) -> list[tuple[str, ...]]:
+    rows = [(title, *counts.get(module, (0, 0)), subject) for module, (title, subject) in SECTIONS.items()]
+    return [(title, f"{passed} of {total}", subject) for title, passed, total, subject in rows]
+
+
 def _packages() -> list[tuple[str, ...]]:
     return [(f"`{p.name}`", p.version, str(p.size_mb), p.licence, p.content) for p in ALL]
 
@@ -71,12 +76,14 @@ def _table(head: Sequence[str], rows: object) -> list[str]:
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
 
 
-def _counts(report: Path) -> dict[str, int]:
-    counts: dict[str, int] = {}
+def _counts(report: Path) -> dict[str, tuple[int, int]]:
+    """The passed tests of each module, and all of them."""
+    counts: dict[str, tuple[int, int]] = {}
     for case in ElementTree.parse(report).iter("testcase"):
-        if not list(case.iterfind("failure")) + list(case.iterfind("error")) + list(case.iterfind("skipped")):
-            module = case.get("classname", "").rpartition(".")[2]
-            counts[module] = counts.get(module, 0) + 1
+        failed = any(child.tag in ("failure", "error", "skipped") for child in case)
+        module = case.get("classname", "").rpartition(".")[2]
+        passed, total = counts.get(module, (0, 0))
+        counts[module] = (passed + (not failed), total + 1)
     return counts
 
 

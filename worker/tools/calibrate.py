@@ -147,7 +147,9 @@ class Bench:
             while self._batch.prefilling and (done == 0 or time.perf_counter() - begin < limit_s):
                 done += self._tick(self._longest, done)
             if done > longest:
-                yield MeasuredSpeed(done, done / (time.perf_counter() - began))
+                # The last token of a prompt runs with the first step.
+                size = done if self._batch.prefilling else tokens
+                yield MeasuredSpeed(size, done / (time.perf_counter() - began))
                 longest = done
 
     def fused_prefill(self, limit_s: float) -> None:
