@@ -16,7 +16,7 @@ from gateway.access.ledger import Ledger
 from gateway.access.unauthenticated import LogSample, Throttle
 from gateway.access.usage import UsageFile
 from gateway.config.periods import zone_of
-from gateway.config.settings import Config, ModelConfig
+from gateway.config.settings import Config
 from gateway.disk import SYSTEM_DISK, Disk
 from gateway.http.capture import Captures
 from gateway.http.tls import Tls
@@ -97,7 +97,10 @@ class Services(Runtime):
         keyring = Keyring(KeyFile(config.keys_path), metrics, clock, ledger=ledger)
         admission, requests, tasks = Admission(metrics.rejected, clock), Requests(), TaskSet(metrics.unhandled_error)
         meter = LoadMeter(pool, requests, admission, metrics)
-        metrics.loads = lambda: [(model.name, *meter.read(model)) for model in live.config.models.values()]
+        metrics.loads = lambda: [
+            (model.name, load.backlog_tokens, load.wait_s)
+            for model, load in ((model, meter.read(model)) for model in live.config.models.values())
+        ]
         bodies = Bodies(
             lambda: memory_bytes(live.config.server), lambda: share_bytes(live.config.server, keyring.has_others)
         )
