@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from protocol.prompts import TokensPrompt
 from protocol.to_worker import Abort, Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
-from tests.support.scale import scaled
+from tests.support.scale import patient, scaled
 from worker.engine.batch import Batch
 from worker.engine.generator import Generator
 from worker.engine.scheduling.chunking import ChunkPlan
@@ -133,6 +134,7 @@ def test_a_tick_that_fails_behind_the_scores_of_a_row_loses_none_of_them(
 def test_beside_a_row_that_generates_or_is_in_prefill_prompts_are_scored_one_at_a_time(
     is_generating: bool, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    are_all_sent = threading.Event()
     slices: list[int] = []
     beside: list[int] = []
     run, step = ScoredRows.run, Generator.run_passes
@@ -142,24 +144,26 @@ def test_beside_a_row_that_generates_or_is_in_prefill_prompts_are_scored_one_at_
         return run(self, rows, most)
 
     def counted_step(self: Generator, *args: Any, **settings: Any) -> Any:
+        assert are_all_sent.wait(patient(60))
         slices.append(0)
         stepped = step(self, *args, **settings)
         others = self._decode if is_generating else self._prefill  # pyright: ignore[reportPrivateUsage]
         beside.extend(slices[-1:] if len(others) else ())
         return stepped
 
-    monkeypatch.setattr(ScoredRows, "run", counted_run)
-    monkeypatch.setattr(Generator, "run_passes", counted_step)
     rng = random.Random(2)
     longs = [tuple(rng.randrange(10, VOCAB) for _ in range(5 * SLICE_TOKENS)) for _ in range(4)]
-    prompt = (20,) if is_generating else 20 * longs[0]
+    prompt = (20,) if is_generating else 12 * longs[0]
     with EngineHarness(spec(model_folder("qwen3"), speculate="off", prefill_chunk=16)) as engine:
+        monkeypatch.setattr(ScoredRows, "run", counted_run)
+        monkeypatch.setattr(Generator, "run_passes", counted_step)
         stream = Generate(next(rids), TokensPrompt(prompt), Sampling(0.0, ignore_eos=True), 1500)
-        result = engine.submit(stream)
-        engine.wait(lambda: result.ids or result.progress)
+        other = engine.submit(stream)
         results = [engine.submit(scored(ids)) for ids in longs]
+        are_all_sent.set()
         engine.wait(lambda: all(each.terminals for each in results))
         engine.command(Abort((stream.rid,)))
+    assert not other.failure
     assert [len(each.logprobs) for each in results] == [5 * SLICE_TOKENS + 1] * 4
     assert max(beside) == 1
 
