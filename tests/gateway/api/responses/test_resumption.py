@@ -163,8 +163,9 @@ async def test_large_fields_are_the_same_in_all_events_after_a_restart(tmp_path:
     asked = {"instructions": [{"role": "system", "content": "x" * 200_000}], "user": "y" * 200_000}
     async with running(tmp_path, SLOW) as gateway:
         made = await started(gateway, max_output_tokens=TOKENS, input=held(tmp_path), **asked)
-        reading = asyncio.create_task(heard(gateway, made))
-        await until(lambda: gateway.metrics.model("m").generation_tokens > 30)
+        pieces: list[str] = []
+        reading = asyncio.create_task(heard(gateway, made, pieces=pieces))
+        await until(lambda: "output_text.delta" in "".join(pieces))
     had = await reading
 
     let_end(tmp_path)
