@@ -52,12 +52,13 @@ class PassCosts:
     """Table of pass durations. The pacer writes it; the sizes of chunks and the widths of drafts follow from it.
 
     `band` is the band of contexts of the current tick; each band has its own times, because attention costs more with a
-    longer context. `prompted` is the number of prompt tokens that share the tick's decode step. `recalled` are times of
-    an earlier start. Owned by the engine thread.
+    longer context. `prompted` is the number of prompt tokens of the tick, whose chunks are of the kind `prompt_kind`.
+    `recalled` are times of an earlier start. Owned by the engine thread.
     """
 
     def __init__(self, recalled: Iterable[PassSeconds] = ()) -> None:
         self.band = self.prompted = 0
+        self.prompt_kind = PassKind.FUSED
         # Width of the newest step; width and rows of the newest block, which is a step with drafts; and the average
         # number of tokens that a block gave each row.
         self.width = self.block_width = self.block_rows = 1

@@ -106,7 +106,9 @@ class ChunkPolicy:
         context of a row."""
         self.costs.band = band_of(context)
         plan = self._plan(prefilling, decoding, longest, self.most(prefilling, decoding, context))
-        self.costs.prompted = plan.tokens * prefilling if plan.is_fused and decoding else 0
+        # No client waits for what a draft model reads.
+        self.costs.prompted = 0 if self._own is PassKind.READING else plan.tokens * prefilling
+        self.costs.prompt_kind = PassKind.FUSED if plan.is_fused else self._own
         return plan
 
     def _plan(self, prefilling: int, decoding: int, longest: int, most: int) -> ChunkPlan:

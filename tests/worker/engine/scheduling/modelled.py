@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 
 from worker.engine.scheduling.chunking import ChunkPolicy
 from worker.engine.scheduling.pass_time import PassTime
+from worker.model.pass_costs import WIDTHS
+from worker.speculation.policy.draft_width import best_width
 
-# Chance that a token of a draft is right, and tokens a row of a block: few rows leave room for more.
+# Chance that a token of a draft is right.
 RIGHT = 0.95
-FEW_ROWS = 6
-WIDTHS = (4, 8)
+ODDS = [RIGHT ** (at + 1) for at in range(WIDTHS[-1] - 1)]
 
 
 def plain_s(rows: float) -> float:
@@ -89,9 +90,8 @@ class Machine:
         context = max((row.prompt - row.left for row in prompts), default=300)
         chunk = self.policy.chunk(len(prompts), len(streams), longest, context)
         parts = [min(chunk.tokens, row.left) for row in prompts]
-        # The speculator tries blocks where it knows what a plain step takes.
-        can_draft = self.drafts and streams and self.policy.costs.has_step(len(streams), 1)
-        width = WIDTHS[len(streams) <= FEW_ROWS] if can_draft else 1
+        can_draft = self.drafts and bool(streams)
+        width = best_width(self.policy.costs, len(streams), [ODDS] * len(streams))[0] if can_draft else 1
         step_s = 0.0
         if streams:
             step_s = plain_s(len(streams)) if width == 1 else block_s(len(streams), width)

@@ -10,8 +10,8 @@ from worker.model.pass_costs import PassCosts
 from worker.speculation.policy.draft_width import may_pay
 
 # The first tokens of drafting clients may come this many times as late as without drafts. They have their answers
-# sooner and so ask more often, which is why it is not 1.
-TTFT_FACTOR = 1.5
+# sooner and so ask more often, which is why it is not 1; without any drafts beside prompts it would be as much.
+TTFT_FACTOR = 1.4
 PLAIN_S = 0.02
 BLOCK_S = 0.04
 TOKEN_S = 0.0001
@@ -37,13 +37,14 @@ def stall_s(policy: ChunkPolicy, prefilling: int) -> float:
     return policy.chunk(prefilling, 4).tokens * prefilling * TOKEN_S
 
 
-def test_prompts_beside_drafting_clients_wait_about_as_long_as_without_drafts() -> None:
-    off = Machine(drafts=False).serve(traffic(600), 16)
-    on = Machine(drafts=True).serve(traffic(600), 16)
+@pytest.mark.parametrize("clients", [8, 16, 32])
+def test_prompts_beside_drafting_clients_wait_about_as_long_as_without_drafts(clients: int) -> None:
+    off = Machine(drafts=False).serve(traffic(600), clients)
+    on = Machine(drafts=True).serve(traffic(600), clients)
     for part in (0.5, 0.9):
         assert at(on.ttft, part) <= TTFT_FACTOR * at(off.ttft, part)
     assert on.tokens / on.seconds > 1.2 * off.tokens / off.seconds, "nor is it bought by what drafts win"
-    assert at(on.token_gaps, 0.9) < at(off.token_gaps, 0.9)
+    assert at(on.token_gaps, 0.5) < at(off.token_gaps, 0.5)
 
 
 def test_a_block_may_be_held_up_for_the_plain_steps_that_its_tokens_would_take() -> None:
@@ -70,7 +71,7 @@ def test_a_batch_that_fills_up_while_prompts_keep_coming_knows_what_its_steps_ta
     machine.serve(traffic(4), 1)
     machine.serve(traffic(200, seed=4), 16)
     costs = machine.policy.costs
-    for rows in (1, 8, 16):
+    for rows in (1, 4, 8):
         seconds = costs.step(rows, 1)
         assert seconds is not None
         assert 0.9 * plain_s(0.7 * rows) <= seconds <= 1.1 * plain_s(1.45 * rows)

@@ -104,6 +104,31 @@ def test_a_block_beside_a_prompt_must_pay_for_the_time_that_the_prompt_waits(pro
     assert width(costs, rows, [SURE] * rows) > 1
 
 
+@pytest.mark.parametrize(("block_s", "is_wide"), [(0.0135, True), (0.0145, False)])
+@pytest.mark.parametrize("kind", [PassKind.FUSED, PassKind.ALONE])
+def test_drafts_make_prompts_of_the_same_tick_wait_at_most_a_tenth_longer(
+    kind: PassKind, block_s: float, is_wide: bool
+) -> None:
+    costs, rows = PassCosts(), 4
+    for _ in range(2):
+        costs.observe_step(rows, 1, 0.010)
+        costs.observe_step(rows, 2, block_s)
+        costs.observe_chunk(kind, 16, 0.030)
+    costs.prompted, costs.prompt_kind = 16, kind
+    assert (width(costs, rows, [SURE] * rows) > 1) == is_wide
+    costs.prompted = 0
+    assert width(costs, rows, [SURE] * rows) > 1, "no prompt waits"
+
+
+def test_beside_a_chunk_that_was_never_measured_a_block_may_take_little_longer_than_a_step() -> None:
+    costs = PassCosts()
+    for _ in range(2):
+        costs.observe_step(1, 1, 0.010)
+        costs.observe_step(1, 2, 0.012)
+    costs.prompted = 32
+    assert width(costs, 1, [SURE]) == 1
+
+
 def test_times_of_an_earlier_start_let_drafts_begin_at_once() -> None:
     _, before = run(flat)
     assert width(PassCosts(), 1, [SURE]) == 1
