@@ -26,6 +26,9 @@ from gateway.ctl.bench.closed_loop import CHAT, COMPLETION, BenchLoad, BenchRequ
 from gateway.ctl.bench.measure import Summary, summarize_ms
 
 STOP_S: Final = 15.0
+# A worker tells its counters at least this often.
+COUNTERS_S: Final = 2.0
+_COUNTERS: Final = ("mlxd_spec_decode_num_draft_tokens_total{", "mlxd_spec_decode_num_accepted_tokens_total{")
 # Length of the end of the log that is shown if a server does not start.
 LAST_BYTES: Final = 2000
 
@@ -44,6 +47,13 @@ class Sample(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     texts: list[str] = []
     first_errors: list[str] = []
+
+
+class Drafts(msgspec.Struct, frozen=True):
+    """Drafted tokens that were verified, and those of them that were accepted."""
+
+    tokens: int = 0
+    accepted: int = 0
 
 
 class Engine(Protocol):
@@ -213,6 +223,10 @@ class Server(ABC):
             first_errors=folded.first_errors,
         )
 
+    async def drafts(self) -> Drafts:
+        """Return the drafts since the start; none from servers that do not count them."""
+        return Drafts()
+
     async def stop(self, keep: bool = False) -> None:
         """Stop the server by SIGTERM, then SIGKILL; `keep` leaves its folder, so that the log can be read."""
         if self._process is not None and self._process.returncode is None:
@@ -263,6 +277,22 @@ class Mlxd(Server):
 
     def environment(self) -> dict[str, str]:
         return super().environment() | {"MLXD_HOME": str(self.home)}
+
+    async def drafts(self) -> Drafts:
+        """Read the counters once the worker has told its newest."""
+        before, counted = None, Drafts()
+        while counted != before:
+            await asyncio.sleep(COUNTERS_S)
+            before, counted = counted, await self._counted()
+        return counted
+
+    async def _counted(self) -> Drafts:
+        connection = BenchConnection(self.target)
+        reply = await connection.request("/metrics", timeout_s=STOP_S)
+        await connection.close()
+        lines = reply.body.decode().splitlines()
+        sums = [sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)) for name in _COUNTERS]
+        return Drafts(*map(int, sums))
 
 
 class MlxLmServer(Server):

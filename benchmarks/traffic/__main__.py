@@ -2,6 +2,7 @@
 
     python -m benchmarks.traffic                                                # the demo model, on this machine
     python -m benchmarks.traffic --model 5m --lists uniform,chat --rates 0.5     # random weights, and Poisson arrivals
+    python -m benchmarks.traffic --model smollm2 --lists chat,edit,agent         # real weights, real text
     python -m benchmarks.traffic --model llama-8b --dtype bfloat16 --clients 1,8,32 --out DIR --limit 90    # on a GPU
     python -m benchmarks.traffic --show DIR                                      # the table of what is there
 
@@ -31,11 +32,14 @@ from benchmarks.serve import numbers
 from benchmarks.traffic import lengths, records
 from benchmarks.traffic.drive import Load, drive
 from benchmarks.traffic.records import Place, Point, Record
-from benchmarks.traffic.texts import Conversations, Words, requests_of
+from benchmarks.traffic.texts import Conversations, PagesAndSources, Texts, Words, requests_of
 from benchmarks.words import load_tokenizer
 from gateway.ctl.bench import client
+from tests.real.prepare import SMOLLM2, SMOLLM2_BF16
 
 DEMO: Final = "demo"
+# Models of real weights that `make test-real` makes, by data type.
+REAL: Final = {"smollm2": {"float32": SMOLLM2, "bfloat16": SMOLLM2_BF16}}
 LOAD_TIMEOUT_S: Final = 600.0
 # A list has this many requests per client, within the two bounds below.
 REQUESTS_A_CLIENT: Final = 3
@@ -60,7 +64,10 @@ class Subject:
     room: int
     tokenizer: Any
 
-    def texts(self, seed: int) -> Words | Conversations:
+    def texts(self, name: str, seed: int) -> Texts:
+        """Return the writer of a list's prompts."""
+        if self.name in REAL:
+            return PagesAndSources(self.tokenizer, name, seed)
         return Conversations(self.tokenizer, seed) if self.name == DEMO else Words(self.tokenizer, seed)
 
 
@@ -142,7 +149,7 @@ def _points(args: argparse.Namespace, subject: Subject) -> list[Point]:
 def _load(args: argparse.Namespace, subject: Subject, point: Point, rows: int) -> Load:
     """Make the list of one point. Lengths depend on the seed alone; no two points share a text."""
     drawn = lengths.sessions(point.name, point.seed, point.requests, point.clients, point.scale, subject.room)
-    texts = subject.texts(_seed(point, "measured"))
+    texts = subject.texts(point.name, _seed(point, "measured"))
     due = lengths.arrivals(point.seed, len(drawn), point.rate) if point.rate else []
     return Load(requests_of(texts, drawn), point.clients or rows, due, args.limit or NEVER_S)
 
@@ -154,7 +161,8 @@ def _warm_up(args: argparse.Namespace, subject: Subject, point: Point) -> Load:
     first = [
         (lengths.Turn(turn.added, min(turn.max_tokens, WARM_TOKENS)),) for turn, *_ in drawn[: args.warmup or clients]
     ]
-    return Load(requests_of(subject.texts(_seed(point, "warm")), first), clients, [], args.limit or NEVER_S)
+    texts = subject.texts(point.name, _seed(point, "warm"))
+    return Load(requests_of(texts, first), clients, [], args.limit or NEVER_S)
 
 
 def _seed(point: Point, use: str) -> int:
@@ -168,15 +176,19 @@ def _tell(one: Record) -> None:
 
 
 def _subject(name: str, dtype: str) -> Subject:
-    """Find the demo model, a model of random weights by the name of its shape, or a folder. Exits if there is none."""
+    """Find a model by its name or the name of its shape, or a folder. Exits if there is none."""
     if name == DEMO:
         folder, dtype = models.demo(), "float32"
+    elif name in REAL:
+        folder = REAL[name].get(dtype, Path())
+        if not (folder / "config.json").exists():
+            sys.exit(f"no {name} in {dtype}: `make test-real` makes {' and '.join(REAL[name])}")
     elif name in models.GEOMETRIES:
         folder = models.build(name, dtype)
     elif (folder := Path(name).resolve()).is_dir():
         dtype = "auto"
     else:
-        sys.exit(f"no model {name}: there are {DEMO}, {', '.join(models.GEOMETRIES)}, and folders")
+        sys.exit(f"no model {name}: there are {DEMO}, {', '.join([*REAL, *models.GEOMETRIES])}, and folders")
     config = msgspec.json.decode((folder / "config.json").read_bytes(), type=_Config)
     return Subject(name, folder, dtype, config.max_position_embeddings - TEMPLATE_TOKENS, load_tokenizer(folder))
 
@@ -212,10 +224,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="traffic", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default=DEMO, help=f"{DEMO}, a folder, or {', '.join(models.GEOMETRIES)}")
-    parser.add_argument(
-        "--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of random weights"
-    )
+    parser.add_argument("--model", default=DEMO, help=f"{DEMO}, a folder, or {', '.join([*REAL, *models.GEOMETRIES])}")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of weights")
     parser.add_argument("--engines", type=_names(lambda: ENGINES), default=list(DEFAULT), help=",".join(ENGINES))
     parser.add_argument(
         "--lists", type=_names(lambda: lengths.LISTS), default=["uniform"], help=",".join(lengths.LISTS)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.bare import Answer, Order
-from benchmarks.engines import Bare, Server
+from benchmarks.engines import Bare, Drafts, Server
 from benchmarks.measure import cpu_s, tree
 from gateway.ctl.bench.client import BenchConnection, Reply
 from gateway.ctl.bench.closed_loop import BenchLoad, BenchRequest
@@ -36,6 +36,7 @@ class Run(msgspec.Struct, frozen=True):
     wall_s: float
     cpu_s: float
     outcomes: list[Outcome | None]
+    drafts: Drafts = Drafts()
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -52,12 +53,15 @@ async def drive(engine: Bare | Server, load: Load, tokenizer: Any) -> Run:
     if isinstance(engine, Bare):
         return await _through_bare(engine, load)
     processes = tree(engine.pid)
+    earlier = await engine.drafts()
     before = cpu_s(processes)
     started = time.perf_counter()
     replies = await send(engine.load, load)
     wall_s = time.perf_counter() - started
     spent = cpu_s(processes) - before
-    return Run(wall_s, spent, [_outcome(reply, tokenizer) if reply else None for reply in replies])
+    now = await engine.drafts()
+    drafts = Drafts(now.tokens - earlier.tokens, now.accepted - earlier.accepted)
+    return Run(wall_s, spent, [_outcome(reply, tokenizer) if reply else None for reply in replies], drafts)
 
 
 async def _through_bare(engine: Bare, load: Load) -> Run:

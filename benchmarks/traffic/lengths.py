@@ -5,11 +5,12 @@
     chat          median 30, tail up to 8,000             median 200, up to 1,500        (ShareGPT)
     conversation  mean 1,155, up to 8,000                 mean 211, up to 1,500          (Azure 2023)
     code          mean 2,048, up to 8,000                 mean 28, up to 500             (Azure 2023)
+    edit          150 to 900                              as many: a file, written again
     agent         a prefix of 2,000 to 60,000, which      50 to 400
                   10 to 40 turns share; a turn adds
                   50 to 1,000
 
-Tails are lognormal. A prefix of an agent, and what a turn adds to it, are log-uniform.
+Tails are lognormal. Files that are edited, an agent's prefix, and what a turn adds to it are log-uniform.
 """
 
 import math
@@ -99,6 +100,11 @@ def _code(chance: random.Random) -> Session:
     return (Turn(prompt, _lognormal(chance, _median(28, AZURE_SIGMA), AZURE_SIGMA, LONGEST_CODE_OUT)),)
 
 
+def _edit(chance: random.Random) -> Session:
+    file = _log_uniform(chance, 150, 900)
+    return (Turn(file, file),)
+
+
 def _agent(chance: random.Random) -> Session:
     turns = chance.randint(10, 40)
     first = Turn(_log_uniform(chance, 2_000, 60_000), chance.randint(50, 400))
@@ -124,5 +130,6 @@ LISTS: Final[dict[str, Callable[[random.Random], Session]]] = {
     "chat": _chat,
     "conversation": _conversation,
     "code": _code,
+    "edit": _edit,
     "agent": _agent,
 }

@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 from benchmarks import blas
+from benchmarks.engines import Drafts
 from benchmarks.traffic.drive import Run
 from gateway.ctl.bench.measure import Summary, summarize_ms, table
 
@@ -19,7 +20,7 @@ MLXD: Final = ("mlxd", "mlxd-off")
 FILE: Final = "records.jsonl"
 HEADER: Final = (
     "list", "load", "engine", "tok/s", "÷ bare", "TTFT p50", "p99", "ITL p50", "p99", "CPU ms/token", "cached",
-    "finished", "same",
+    "drafts right", "finished", "same",
 )  # fmt: skip
 
 
@@ -65,6 +66,7 @@ class Record(msgspec.Struct, frozen=True):
     itl_ms: Summary
     answers: list[str]
     first_errors: list[str]
+    drafts: Drafts = Drafts()
 
     @property
     def key(self) -> tuple[str, Point]:
@@ -118,6 +120,7 @@ def record(engine: str, point: Point, run: Run, place: Place) -> Record:
         itl_ms=summarize_ms([gap for outcome in good for gap in outcome.gaps_s]),
         answers=[digest(outcome.text) if outcome and outcome.finished else "" for outcome in run.outcomes],
         first_errors=list(dict.fromkeys(failures))[:3],
+        drafts=run.drafts,
     )
 
 
@@ -196,6 +199,7 @@ def _cells(one: Record, bare: Record | None) -> list[str]:
         f"{one.itl_ms.p99:.1f}",
         f"{1000 * one.cpu_s / one.tokens:.2f}" if one.tokens else "-",
         f"{one.cached_tokens / one.prompt_tokens:.0%}" if one.prompt_tokens else "-",
+        f"{one.drafts.accepted}/{one.drafts.tokens}" if one.drafts.tokens else "-",
         f"{one.finished}/{total}",
         "-" if equal is None else f"{equal:.0%}",
     ]

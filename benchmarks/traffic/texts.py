@@ -1,11 +1,15 @@
-"""Texts of requests by their lengths: invented words for random weights, conversations for the demo model.
+"""Texts of requests by their lengths: invented words for random weights, conversations for the demo model, and this
+repository's pages and sources for real weights.
 
 Greedy random weights repeat themselves, and drafts of repeated text are nearly always right. The demo model writes
 answers that do not repeat: its prompts are held-out samples of the data that it was trained on, in its own template,
-filled up with sentences; it ends its answers by itself, so the length drawn is the most that an answer has.
+filled up with sentences; it ends its answers by itself, as real models do, so the length drawn is the most that an
+answer has.
 """
 
+import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 from benchmarks.traffic.lengths import Session
@@ -16,6 +20,11 @@ from gateway.ctl.bench.closed_loop import BenchRequest
 CATEGORIES: Final = ("two tool calls", "json", "thinking", "tool results")
 # Number of sentences that are added between two checks of the prompt's length.
 SENTENCES: Final = 4
+ROOT: Final = Path(__file__).parents[2]
+# Shorter prompts quote nothing.
+LEAST_QUOTED: Final = 80
+# Tokens of the template and of the question, which are part of a prompt's length.
+FRAME_TOKENS: Final = 60
 
 
 class Texts(Protocol):
@@ -84,6 +93,64 @@ class Conversations:
 
     def _sentences(self, count: int = 1) -> str:
         return self._source.paragraph(count)
+
+
+class PagesAndSources:
+    """Prompts about a part of this repository's pages or sources, in the model's template, about as long as drawn.
+
+    The list `edit` asks for a file with a name changed, `agent` quotes another file at each turn, and the other lists
+    ask about a page.
+    """
+
+    def __init__(self, tokenizer: Any, list_name: str, seed: int) -> None:
+        self._tokenizer = tokenizer
+        self._list = list_name
+        self._random = random.Random(f"{list_name} {seed}")
+        pages = sorted(ROOT.glob("docs/*.md"))
+        sources = sorted(
+            path for folder in ("gateway", "worker", "protocol") for path in ROOT.glob(f"{folder}/**/*.py")
+        )
+        files = {path.relative_to(ROOT): path.read_text() for path in (*pages, *sources)}
+        # A quoted control token would be one.
+        self._files = {path: text for path, text in files.items() if "<|" not in text}
+
+    def write(self, session: Session) -> list[BenchRequest]:
+        messages: list[dict[str, str]] = []
+        requests: list[BenchRequest] = []
+        for turn in session:
+            path, content = self._question(turn.added)
+            if messages:
+                messages.append({"role": "assistant", "content": f"I have read it. The next file is {path}."})
+            messages.append({"role": "user", "content": content})
+            prompt = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            requests.append(BenchRequest(prompt, turn.max_tokens))
+        return requests
+
+    def _question(self, tokens: int) -> tuple[Path, str]:
+        """Return the file that is asked about, and a question of about so many tokens."""
+        suffix = {"edit": ".py", "agent": self._random.choice((".py", ".md"))}.get(self._list, ".md")
+        path = self._random.choice([path for path in self._files if path.suffix == suffix])
+        if tokens < LEAST_QUOTED:
+            heading = self._random.choice([line for line in self._files[path].splitlines() if line.startswith("#")])
+            return path, f"Explain in a few sentences: {heading.lstrip('# ')}"
+        quoted = self._quoted(path, tokens - FRAME_TOKENS)
+        if self._list != "edit":
+            return path, f"This is a part of {path}:\n\n{quoted}\n\nWhat must somebody know who uses this?"
+        names = sorted({word for word in quoted.replace("(", " ").split() if word.isidentifier() and "_" in word})
+        name = self._random.choice(names or ["self"])
+        return path, f"Rename {name} to {name}_now in this file and write the whole file again.\n\n{quoted}"
+
+    def _quoted(self, path: Path, tokens: int) -> str:
+        """Return so many tokens from somewhere in the file, and of the files behind it if it is shorter."""
+        paths = [each for each in self._files if each.suffix == path.suffix]
+        ids: list[int] = []
+        at = paths.index(path)
+        while len(ids) < tokens:
+            more = self._tokenizer.encode(self._files[paths[at % len(paths)]], add_special_tokens=False)
+            start = self._random.randrange(max(1, len(more) - tokens)) if not ids else 0
+            ids += more[start : start + tokens - len(ids)]
+            at += 1
+        return self._tokenizer.decode(ids)
 
 
 def requests_of(texts: Texts, drawn: Sequence[Session]) -> list[list[BenchRequest]]:
