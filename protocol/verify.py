@@ -16,8 +16,8 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class VerifyCheck(msgspec.Struct, frozen=True):
-    """Result of one check, which runs the same requests in one way. `note` explains why it was skipped, or why it
-    proves nothing."""
+    """Result of one check, which runs the same requests in one way, or measures a number. `note` explains why it was
+    skipped, or why it proves nothing."""
 
     name: str
     requests: int = 0
@@ -29,7 +29,11 @@ class VerifyCheck(msgspec.Struct, frozen=True):
     is_skipped: bool = False
     # Largest difference of a token's log-probability between equal tokens, in nats.
     drift: float = 0.0
+    # Numbers for people, such as a perplexity.
+    measured: str = ""
+    # Whether a measured number is not what it should be.
+    is_wrong: bool = False
 
     @property
     def is_good(self) -> bool:
-        return not self.differences and (self.is_skipped or not self.note)
+        return not self.differences and not self.is_wrong and (self.is_skipped or not self.note)

@@ -164,8 +164,10 @@ def row(check: VerifyCheck) -> str:
         verdict = f"left out: {check.note}"
     elif check.differences:
         verdict = "DIFFERENT: " + ", ".join(_describe(difference) for difference in check.differences)
+    elif check.note:
+        verdict = f"PROVES NOTHING: {check.note}"
     else:
-        verdict = f"PROVES NOTHING: {check.note}" if check.note else "equal"
+        verdict = f"WRONG: {check.measured}" if check.is_wrong else check.measured or "equal"
     return f"{check.name:<16} {check.requests:>8} {check.tokens:>7} {check.cached:>7}  {verdict}"
 
 

@@ -1,8 +1,9 @@
 """Command `python -m worker.tools.verify`: checks that a request's output does not depend on how it is run.
 
 It runs the same requests alone, then batched, chunked, from caches, preempted, resumed and with drafts, and compares
-every token. It prints a `protocol.verify.VerifyCheck` per line. Exit statuses: 0 all equal · 1 a difference, or a check
-that proved nothing · otherwise a worker's.
+every token. Before that it compares the perplexity of a paragraph with that of mlx-lm alone, and measures the time to
+the first token. It prints a `protocol.verify.VerifyCheck` per line. Exit statuses: 0 all equal · 1 a difference, a
+wrong number, or a check that proved nothing · otherwise a worker's.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from worker.group.coordinator import open_group
 from worker.model import memory
 from worker.start.checked_model import load_checked
 from worker.tools.verify.reader_checks import reader_checks
+from worker.tools.verify.reference import reference_of
 from worker.tools.verify.verifier import LONGEST_WORDS, Verifier
 
 EXIT_DIFFERENT: Final = 1
@@ -40,11 +42,12 @@ def _checks(spec: WorkerSpec, tokens: int, words: int) -> Generator[VerifyCheck]
     if kind != TEXT:
         yield from reader_checks(load_embedding_model(spec, kind, lambda _stage, _done, _total: None))
         return
+    reference = reference_of(spec) if spec.group is None else None
     lead, division = open_group(spec, _lost) if spec.group is not None else (None, None)
     loaded = load_checked(spec, lambda _stage, _done, _total: None, division, lead)
     share = memory.MemoryShare(spec, loaded.weights_bytes)
     share.enforce(share.limits())
-    yield from Verifier(loaded, spec, tokens, words, lead).checks()
+    yield from Verifier(loaded, spec, tokens, words, lead, reference).checks()
     if lead is not None:
         lead.leave()
 

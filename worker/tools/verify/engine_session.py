@@ -31,8 +31,17 @@ class VerifiedOutput:
     finish: Finish | None = None
     failure: Failure | None = None
     cached: int = 0
+    # Log-probability of each token of the prompt but the first, if the request asks for them.
+    prompt_logprobs: list[float] = field(default_factory=list)
+    # Time of the monotonic clock when the request was sent, and seconds from then to its first token.
+    sent: float = 0.0
+    first_token_s: float | None = None
 
     def take(self, delta: Delta) -> None:
+        if delta.prompt is not None:
+            self.prompt_logprobs += [each.logprob for each in delta.prompt.logprobs if each.rank]
+        if delta.token_ids and self.first_token_s is None:
+            self.first_token_s = time.monotonic() - self.sent
         self.ids += delta.token_ids
         self.logprobs += delta.logprobs or ()
         if delta.finish is not None:
@@ -100,7 +109,7 @@ class EngineSession:
         wave = self._waves.pop(0)
         self._open = {request.rid for request in wave}
         for request in wave:
-            self._outputs[request.rid] = VerifiedOutput()
+            self._outputs[request.rid] = VerifiedOutput(sent=time.monotonic())
             self._inbox.put(self._intake.row(request, time.monotonic()))
 
     def _stop_when_written(self) -> None:

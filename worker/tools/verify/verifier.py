@@ -1,14 +1,18 @@
 """Verifier of one model: compares each way of running a request with the same request run alone."""
 
+import math
 import random
 import tempfile
 from collections.abc import Generator, Sequence
-from typing import Final
+from typing import Any, Final
 
+import mlx.core as mx
+from mlx.utils import tree_flatten
 from msgspec.structs import replace
 
+from protocol.prompts import TokensPrompt
 from protocol.spec import WorkerSpec
-from protocol.to_worker import Generate
+from protocol.to_worker import Generate, Sampling
 from protocol.verify import VerifyCheck
 from worker.engine.load_checks.kv_check import without_codes
 from worker.engine.rank_peers import RankPeers
@@ -19,6 +23,7 @@ from worker.prompt.sparse_limits import SparseLimits
 from worker.speculation.drafter import Drafter, Proposer
 from worker.tools.verify.comparison import compare, likelihoods
 from worker.tools.verify.engine_session import EngineSession, VerifiedOutput
+from worker.tools.verify.reference import Reference, perplexity
 from worker.tools.verify.trial_drafters import EagerDrafts, NoisyDrafts
 from worker.tools.verify.trial_requests import (
     CROWD,
@@ -41,6 +46,11 @@ DRAFT_TOKENS: Final = 3
 CACHE_BYTES: Final = 1 << 30
 DISK_BYTES: Final = 4 << 30
 CROWD_TOKENS: Final = 512
+# Prompt tokens of the requests whose first token is timed, at most half of the context.
+TIMED_TOKENS: Final = 512
+# Largest ratio of a perplexity to mlx-lm's: kernels round by the shape of a pass, in 16 bits more than in 32. KV of 4
+# bits changes a perplexity by as much as the model lets it, so it has no limit.
+PERPLEXITY_RATIOS: Final = {"float32": 1.001, "other": 1.02, "kv_bits = 8": 1.03, "kv_bits = 4": math.inf}
 
 
 class Verifier:
@@ -55,8 +65,10 @@ class Verifier:
         tokens: int,
         words: int = LONGEST_WORDS,
         rank_peers: RankPeers | None = None,
+        reference: Reference | None = None,
     ) -> None:
         self._rank_peers = rank_peers
+        self._reference = reference
         self._loaded = loaded
         self._intake = Intake(loaded, spec.parser, sparse=SparseLimits(spec.sparse_keep))
         # Caches are off, unless a check needs them.
@@ -76,6 +88,10 @@ class Verifier:
 
     def checks(self) -> Generator[VerifyCheck]:
         requests, spec = self._requests, self._spec
+        if self._reference is not None:
+            yield self._perplexity(self._reference)
+        if self._rank_peers is None:
+            yield self._first_token()
         self._alone = self._session(spec).run([[request] for request in requests])
         if failed := next((output.failure for output in self._alone if output.failure is not None), None):
             yield VerifyCheck("alone", len(requests), note=failed.message)
@@ -100,6 +116,53 @@ class Verifier:
             yield self._sparse()
         if self._spec.kv_bits:
             yield self._dequantized()
+
+    def _perplexity(self, reference: Reference) -> VerifyCheck:
+        """Compare the perplexity of a paragraph, served by the engine, with that of mlx-lm's own forward pass."""
+        if reference.perplexity is None:
+            return VerifyCheck("perplexity", note=reference.reason, is_skipped=True)
+        if not 1 < len(reference.ids) < self._loaded.max_context:
+            return VerifyCheck("perplexity", note="the context is too short", is_skipped=True)
+        request = Generate(1, TokensPrompt(reference.ids), Sampling(temperature=0.0), max_tokens=1, prompt_logprobs=0)
+        output = self._session(self._spec).run([[request]])[0]
+        if output.failure is not None:
+            return VerifyCheck("perplexity", 1, note=output.failure.message)
+        ours = perplexity(output.prompt_logprobs)
+        ratio = max(ours / reference.perplexity, reference.perplexity / ours)
+        kind = f"kv_bits = {self._spec.kv_bits}" if self._spec.kv_bits else "float32" if self._is_float32 else "other"
+        return VerifyCheck(
+            "perplexity",
+            requests=1,
+            tokens=len(reference.ids),
+            measured=f"{ours:.3f}, {reference.perplexity:.3f} by mlx-lm alone",
+            is_wrong=not ratio <= PERPLEXITY_RATIOS[kind],  # also if it is NaN
+        )
+
+    @property
+    def _is_float32(self) -> bool:
+        arrays: Any = tree_flatten(self._loaded.model.parameters())
+        return all(array.dtype == mx.float32 for _, array in arrays)
+
+    def _first_token(self) -> VerifyCheck:
+        """Measure the time to the first token of a new prompt, and of the same prompt again."""
+        rng = random.Random(2)
+        count = min(TIMED_TOKENS, self._loaded.max_context // 2)
+        first, timed = (tuple(rng.choices(range(self._loaded.vocab_size), k=count)) for _ in range(2))
+        requests = [
+            Generate(rid, TokensPrompt(ids), Sampling(temperature=0.0, ignore_eos=True), max_tokens=2)
+            for rid, ids in enumerate((first, timed, timed), 1)  # the first one compiles kernels
+        ]
+        outputs = self._session(replace(self._spec, cache_bytes=CACHE_BYTES)).run([[each] for each in requests])
+        if failed := next((output.failure for output in outputs if output.failure is not None), None):
+            return VerifyCheck("first token", len(requests), note=failed.message)
+        _, cold, warm = outputs
+        return VerifyCheck(
+            "first token",
+            requests=len(requests),
+            tokens=sum(len(output.ids) for output in outputs),
+            cached=warm.cached,
+            measured=f"{cold.first_token_s:.2f} s after {count} new tokens, {warm.first_token_s:.2f} s again",
+        )
 
     def _check_adapters(self) -> VerifyCheck:
         """Check that each adapter is served, and changes the likelihoods of the base model."""
