@@ -128,11 +128,11 @@ class PagesAndSources:
 
     def _question(self, tokens: int) -> tuple[Path, str]:
         """Return the file that is asked about, and a question of about so many tokens."""
-        suffix = {"edit": ".py", "agent": self._random.choice((".py", ".md"))}.get(self._list, ".md")
-        path = self._random.choice([path for path in self._files if path.suffix == suffix])
+        suffixes = {"edit": [".py"], "agent": [".md", ".py"]}.get(self._list, [".md"])
+        path = self._random.choice([path for path in self._files if path.suffix in suffixes])
         if tokens < LEAST_QUOTED:
-            heading = self._random.choice([line for line in self._files[path].splitlines() if line.startswith("#")])
-            return path, f"Explain in a few sentences: {heading.lstrip('# ')}"
+            line = self._random.choice([line for line in self._files[path].splitlines() if line.strip()])
+            return path, f"Explain in a few sentences: {line.strip('# ')[:LEAST_QUOTED]}"
         quoted = self._quoted(path, tokens - FRAME_TOKENS)
         if self._list != "edit":
             return path, f"This is a part of {path}:\n\n{quoted}\n\nWhat must somebody know who uses this?"

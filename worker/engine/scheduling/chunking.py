@@ -30,7 +30,7 @@ MIN_STALL_S: Final = 0.003
 SHORT_PROMPT: Final = 256
 SHORT_PROMPT_FACTOR: Final = 2.5
 # A tick of prefill without running streams takes about this long, so that commands are handled in between.
-IDLE_TICK_S: Final = 0.25
+IDLE_TICK_S: Final = 0.5
 # With several prompts, one of them long, a tick takes this long instead, so that short prompts do not wait long.
 SHARED_TICK_S: Final = 0.1
 # Chunks have passes of their own only if fused chunks have less than this part of their tokens per second.

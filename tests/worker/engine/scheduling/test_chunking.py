@@ -159,7 +159,7 @@ def test_a_first_chunk_that_compiled_kernels_is_soon_forgotten() -> None:
 
 
 def test_alone_a_short_prompt_is_not_cut_and_several_share_shorter_ticks() -> None:
-    policy = learned(0.02, 0.001)
+    policy = learned(0.02, 0.002)
     assert policy.chunk(1, 0, longest=SHORT_PROMPT).tokens > policy.chunk(1, 0).tokens
     assert 2 * policy.chunk(2, 0).tokens <= policy.chunk(1, 0).tokens
 
@@ -220,7 +220,7 @@ def recalled(chunk_s: float, step_s: float = 0.02) -> ChunkPolicy:
 def test_with_times_of_an_earlier_start_the_first_prompt_has_the_right_chunk_at_once() -> None:
     assert recalled(chunk_s=0.007).chunk(1, 4).tokens == 512
     assert recalled(chunk_s=0.100).chunk(1, 4).tokens == 64
-    assert recalled(chunk_s=2.0).chunk(1, 0).tokens == 64, "and no first tick of seconds"
+    assert recalled(chunk_s=2.0).chunk(1, 0).tokens == 128, "and no first tick of seconds"
     assert ChunkPolicy(512).chunk(1, 4).tokens == FIRST_CHUNK
 
 
