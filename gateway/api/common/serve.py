@@ -297,10 +297,7 @@ async def _answer(
         async with asyncio.timeout(services.config.server.queue_timeout_s or None):
             worker = await services.pool.ensure_ready(model.name)
             check(model.name, model.path, worker.ready, record.media)
-            call = make_call(services.link.next_rid())
-            if (refusal := worker.incarnation.call_refusal(call)) is not None:
-                raise from_failure(refusal)
-            answer = await services.link.call(worker.epoch, call)
+            answer = await services.link.call(worker.epoch, make_call(services.link.next_rid()))
             assert isinstance(answer, Tokenized)
             return answer
     except (ModelUnavailable, CallRefused) as error:
