@@ -152,7 +152,7 @@ def begin_reading(
     if unknown:
         services.metrics.model(model.name).ignored_fields += len(unknown)
     caller = record.caller
-    services.admission.check(model, sequences, caller.queue_share or services.config.server.queue_share)
+    services.admission.check(model, sequences, caller.queue_share)
     if caller.meter is not None:
         caller.meter.check(sequences)
     return model
@@ -279,7 +279,7 @@ async def call_worker(
 ) -> Tokenized:
     """Send a tokenize or detokenize call of about `estimate` tokens to the model's worker. Raises `ApiError`."""
     caller = record.caller
-    share = caller.queue_share or services.config.server.queue_share
+    share = caller.queue_share
     with ExitStack() as held:
         held.enter_context(services.admission.tokenize_call(model, caller.key, share))
         charge = None if caller.meter is None else held.enter_context(caller.meter.tokenize_call(estimate))
