@@ -26,6 +26,7 @@ REMOVED: Final = {
     ),
     "server.capture_max": "captured requests take at most 64 MiB of the disk",
     "server.capture_age": "a captured request is deleted after one day",
+    "media.max_pixels": "an image has at most 64,000,000 pixels",
     "media.in_flight": "the media of all requests together have at most 512 MiB",
     "media.fetch_timeout": "the URLs of a request are fetched within 10 seconds",
     "audio.max_input": "a text to speak has at most 4,096 characters",

@@ -293,8 +293,6 @@ class MediaConfig(Struct, frozen=True, forbid_unknown_fields=True):
     # each page of a PDF counts as an image.
     max_size_bytes: Annotated[int, Meta(ge=1024, le=48 * 1024 * 1024)] = 32 * 1024 * 1024
     max_count: Annotated[int, Meta(ge=0, le=4096)] = 64
-    # Maximum pixels of an image, according to its header. A larger image is never decoded.
-    max_pixels: Annotated[int, Meta(ge=1024, le=1 << 30)] = 64_000_000
     # `public` allows http and https URLs with addresses of the public internet; `off` allows none.
     urls: Literal["off", "public"] = "off"
     # Folders below which a `file:` URL may point.

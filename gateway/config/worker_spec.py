@@ -58,7 +58,6 @@ def worker_spec(config: Config, model: ModelConfig, down: str = "", up: str = ""
         disk_cache_tokens=DISK_MIN_TOKENS if has_disk else 0,
         media_bytes=config.media.max_size_bytes,
         media_count=config.media.max_count,
-        media_pixels=config.media.max_pixels,
         group=_group(model),
         keep_warm_s=model.keep_warm_s,
     )
