@@ -12,9 +12,8 @@ from typing import Any, Final
 import msgspec
 import zmq
 
-from protocol import __version__, codec, sockets
+from protocol import PROTOCOL, __version__, codec, sockets
 from protocol.from_worker import Accepted, Delta, Drained, Finish, Hello, Pong, Ready, Step, Up, Usage
-from protocol.minors import MAJOR, MINOR
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
 from protocol.to_worker import Abort, Drain, Generate, Ping, Shutdown
@@ -45,7 +44,7 @@ class Paced:
         """Run until Shutdown, or until the gateway is gone."""
         self._down.send(b"")
         spec = self._spec
-        self._send(Hello(spec.name, spec.epoch, os.getpid(), MAJOR, MINOR, __version__, "", "ready"))
+        self._send(Hello(spec.name, spec.epoch, os.getpid(), PROTOCOL, 0, __version__, "", "ready"))
         self._send(Ready(spec.epoch, spec.path, 1 << 20, spec.max_running, 4096, 0, 0.0))
         due = self._heard = time.monotonic()
         while not self._is_stopping:

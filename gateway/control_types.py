@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
 from protocol.stats import StatusStats
 
@@ -77,8 +77,8 @@ class ModelStatus(StatusStats, frozen=True):
     is_gated: bool = False
     is_waiting: bool = False
     # `batch_mode_reason` says why exact tokens require a slower mode.
-    batch_mode: str = field(default="", name="lane")
-    batch_mode_reason: str = field(default="", name="lane_reason")
+    batch_mode: str = ""
+    batch_mode_reason: str = ""
     # `modalities` lists what a loaded model accepts besides text, `tower_bytes` is the size of its towers, and
     # `media_reason` says why a modality is missing.
     modalities: tuple[str, ...] = ()

@@ -34,7 +34,6 @@ from protocol.sockets import PathTooLong, check_path
 log = logging.getLogger(__name__)
 
 # None means JSON unless stderr is a terminal.
-_FORMATS: Final[dict[str, bool | None]] = {"auto": None, "json": True, "console": False}
 # These errors end the daemon with exit status CANNOT_USE.
 UNUSABLE: Final = (HomeUnusable, CannotListen, TooFewFiles, PathTooLong, KeysUnusable, CertificateUnusable)
 
@@ -101,14 +100,13 @@ async def _serve(config: Config, read: Callable[[], Config], command: Command) -
 
 def _logs(config: Config) -> LogSinks:
     server = config.server
-    as_json = _FORMATS[server.log_format]
     if not server.log_file:
-        return LogSinks(server.log_level, json=as_json)
+        return LogSinks(server.log_level)
     try:
-        file = RotatingFile(config.log_path, server.log_max_bytes, server.log_keep)
+        file = RotatingFile(config.log_path)
     except OSError as error:
         raise HomeUnusable(f"cannot write {config.log_path}: {error.strerror}") from error
-    return LogSinks(server.log_level, json=as_json, file=file)
+    return LogSinks(server.log_level, file=file)
 
 
 def _parser() -> argparse.ArgumentParser:

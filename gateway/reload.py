@@ -24,10 +24,7 @@ FIXED: Final = (
     "port",
     "ollama_port",
     "tls",
-    "log_format",
     "log_file",
-    "log_max_bytes",
-    "log_keep",
     "otlp_endpoint",
 )
 

@@ -105,7 +105,7 @@ class Services(Runtime):
             lambda: memory_bytes(live.config.server), lambda: share_bytes(live.config.server, keyring.has_others)
         )
         metrics.body_numbers = bodies.numbers
-        media = InFlightBytes(lambda: live.config.media.in_flight_bytes, lambda: keyring.has_others)
+        media = InFlightBytes(lambda: keyring.has_others)
         metrics.media_numbers = media.numbers
         return cls(
             live=live,
@@ -123,7 +123,7 @@ class Services(Runtime):
             keyring=keyring,
             audit=trail,
             addresses=KeyAddresses(trail, audit_path(config.home), keyring.prefixes),
-            throttle=Throttle(lambda: live.config.server, clock),
+            throttle=Throttle(clock),
             sample=LogSample(clock),
             requests=requests,
             recent=RecentRequests(),
@@ -157,10 +157,9 @@ def _show(metrics: Metrics, live: LiveConfig, link: WorkerLink, trail: AuditTrai
 
 
 def _ledger(live: LiveConfig, disk: Disk) -> Ledger:
-    """Return the usage of keys by month, in the time zone and for the months of the current configuration."""
+    """Return the usage of keys by month, in the time zone of the current configuration."""
     return Ledger(
         live.config.ledger_dir,
         lambda: zone_of(live.config.server.time_zone),
-        lambda: live.config.server.usage_months,
         disk=disk,
     )

@@ -32,14 +32,15 @@ class Finish(IntEnum):
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=32):
     """First message of a worker, and its answer to a new `Welcome.boot`.
 
-    Existing fields never change; new ones are appended.
+    A gateway of any protocol number reads it, so existing fields never change, and new ones are appended.
+    `protocol` is `protocol.PROTOCOL`; `reserved` is 0, and keeps the fields after it in their places.
     """
 
     worker: str
     epoch: int
     pid: int
-    proto_major: int
-    proto_minor: int
+    protocol: int
+    reserved: int
     package: str
     mlx_version: str
     state: str

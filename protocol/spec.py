@@ -14,6 +14,8 @@ ADAPTERS_MAX: Final = 64
 LOCAL: Final = "local"
 # Maximum number of running rows if neither the configuration nor a calibration sets one.
 DEFAULT_MAX_RUNNING: Final = 16
+# Maximum pixels of an image, according to its header. A larger image is never decoded.
+IMAGE_PIXELS_MAX: Final = 64_000_000
 
 
 class HostSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -148,7 +150,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     # Maximum number of media in a request.
     media_count: int = 64
     # Maximum pixels of an image, according to its header.
-    media_pixels: int = 64_000_000
+    media_pixels: int = IMAGE_PIXELS_MAX
     # Drafts of next tokens: `auto` if measured to be faster, or `off`.
     speculate: str = "auto"
     # Draft model, in the same form as `path`; empty means none.

@@ -1,8 +1,8 @@
 """Messages from the gateway to its workers.
 
-A message is a msgpack array: an integer tag, then the fields in order. Fields are only ever appended, with a default;
-types never change and tags are never reused, so that each minor version reads every other of the same major.
-`tests/protocol/golden` holds the frames of every released minor.
+A message is a msgpack array: an integer tag, then the fields in order. A change that the other side may ignore, such as
+an appended field with a default that affects no output, keeps `protocol.PROTOCOL`; any other change raises it.
+`Welcome`, `Shutdown` and `Hello` are understood by every number. `tests/protocol/golden` has the frames of this number.
 
 One generated sequence has one `rid`: a request with `n` choices or a list of prompts becomes several `Generate`s. Every
 `Generate` is answered by exactly one terminal event: a `Rejected`, or a `Delta` with `finish` set.
@@ -108,9 +108,12 @@ class LabelledQuestion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Answer of the gateway to `Hello`. A new `boot` shows a surviving worker that the gateway was restarted."""
+    """Answer of the gateway to `Hello`. A new `boot` shows a surviving worker that the gateway was restarted.
 
-    proto_minor: int
+    `protocol` is `protocol.PROTOCOL`.
+    """
+
+    protocol: int
     boot: int
     heartbeat_s: float
 
@@ -210,7 +213,7 @@ class Detokenize(msgspec.Struct, frozen=True, array_like=True, tag=15):
 
 
 class Explain(msgspec.Struct, frozen=True, array_like=True, tag=19):
-    """Call to explain why tokens of the request `of` did not come from the prefix cache, for workers of minor 1 and up.
+    """Call to explain why tokens of the request `of` did not come from the prefix cache.
 
     The request is compared with `other`, or with the most similar earlier one if `other` is 0. Without `shows_text`
     texts are named by hashes, and without `crosses_salts` only requests of the same salt are compared. Answered by
@@ -268,7 +271,7 @@ class SetLogLevel(msgspec.Struct, frozen=True, array_like=True, tag=16):
 
 
 class SetPace(msgspec.Struct, frozen=True, array_like=True, tag=17):
-    """Command to leave a display its share of the GPU, for workers of minor 1 and up. It affects no token.
+    """Command to leave a display its share of the GPU. It affects no token.
 
     `duty` is the fraction of time in which the model computes. `tick_ms` limits the time of a tick with prefill, and
     `chunk` the prompt tokens per row in such a tick; 0 means no limit. An idle model is kept warm, if its specification

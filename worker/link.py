@@ -14,10 +14,9 @@ from typing import Final, assert_never
 import zmq
 from msgspec.structs import replace
 
-from protocol import __version__, codec, sockets
+from protocol import PROTOCOL, __version__, codec, sockets
 from protocol.failures import Code, ExitStatus, Failure
 from protocol.from_worker import AdaptersSet, Drained, Hello, Pong, Ready, Rejected, Up
-from protocol.minors import MAJOR, MINOR
 from protocol.spec import WorkerSpec
 from protocol.to_worker import (
     Abort,
@@ -166,7 +165,7 @@ class GatewayLink:
     def _hello(self) -> Hello:
         spec = self._spec
         mlx_version, state = ("", "loading") if self._ready is None else (version("mlx"), "ready")
-        return Hello(spec.name, spec.epoch, os.getpid(), MAJOR, MINOR, __version__, mlx_version, state)
+        return Hello(spec.name, spec.epoch, os.getpid(), PROTOCOL, 0, __version__, mlx_version, state)
 
     def _reject_loading(self, request: ClientRequest) -> None:
         self.send(Rejected(request.rid, Failure(Code.BUSY, "the model is still loading; try again")))

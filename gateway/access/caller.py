@@ -28,7 +28,7 @@ class Caller:
     meter: Meter | None = None
     # `tenant` is a digest of the key's name. The worker uses it to let keys take turns, without learning their names.
     tenant: str = ""
-    # Percent of a model's queue that the key may fill; 0 uses the server's setting, and 100 is the whole queue.
+    # Percent of a model's queue that the key may fill.
     queue_share: int = 100
     # Maximum tokens of an answer; 0 means no limit.
     max_tokens: int = 0

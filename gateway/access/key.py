@@ -23,7 +23,7 @@ class KeyLimits(Struct, frozen=True, kw_only=True):
     # Maximum sequences of one request, and maximum tokens of one answer.
     max_sequences: Limit = 0
     max_tokens: Limit = 0
-    # Percent of a model's queue that the key may fill while there are other keys; 0 uses the server's setting.
+    # Percent of a model's queue that the key may fill while there are other keys; 0 means the default.
     queue_share: Percent = 0
     requests_per_day: Limit = 0
     tokens_per_day: Limit = 0

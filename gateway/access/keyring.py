@@ -17,6 +17,8 @@ from gateway.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
+# Percent of a model's queue that a key may fill while there are other keys, unless the key has a limit of its own.
+KEY_QUEUE_PERCENT: Final = 50
 INVALID: Final = "invalid_api_key"
 EXPIRED: Final = "expired_api_key"
 DISABLED: Final = "disabled_api_key"
@@ -163,7 +165,7 @@ class Keyring:
             key.cache_salt,
             meter,
             tenant_of(key.name),
-            key.queue_share if self.has_others and not key.is_admin else 100,
+            (key.queue_share or KEY_QUEUE_PERCENT) if self.has_others and not key.is_admin else 100,
             key.max_tokens,
             may_leave=key.may_leave,
             owner=key.owner,

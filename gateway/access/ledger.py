@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 # A crash loses at most the usage of this period.
 PERIOD_S: Final = 30.0
+# Months of usage that are kept, including the current one.
+MONTHS_MAX: Final = 13
 DIMENSIONS: Final = ("day", "key", "model")
 
 
@@ -73,7 +75,7 @@ class Ledger:
         self,
         folder: Path,
         zone: Callable[[], tzinfo | None] = lambda: None,
-        keep_months: Callable[[], int] = lambda: 13,
+        keep_months: int = MONTHS_MAX,
         clock: Callable[[], float] = time.time,
         disk: Disk = SYSTEM_DISK,
     ) -> None:
@@ -188,7 +190,7 @@ class Ledger:
 
     def _forget(self) -> None:
         """Delete the oldest months beyond the number to keep. A wrong clock thus costs at most one month."""
-        for path in self._older()[: -self._keep_months()]:
+        for path in self._older()[: -self._keep_months]:
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:

@@ -11,11 +11,12 @@ from typing import Final
 
 from gateway.access.rate_limit import TokenBucket
 from gateway.config.address import Address
-from gateway.config.settings import ServerConfig
 from gateway.errors import RateLimited
 
 log = logging.getLogger(__name__)
 
+# Requests without a valid key that one address may send in a minute.
+FAILURES_PER_MINUTE: Final = 300
 # Maximum number of addresses with a bucket. A new address replaces the one that failed longest ago.
 ADDRESSES_MAX: Final = 4096
 PERIOD_S: Final = 60.0
@@ -30,27 +31,26 @@ LOGGED_ADDRESSES_MAX: Final = 20
 class Throttle:
     """Rate limit of failed attempts per address. Requests with a valid key are not counted."""
 
-    def __init__(self, settings: Callable[[], ServerConfig], clock: Callable[[], float] = time.monotonic) -> None:
-        self._settings = settings
+    def __init__(self, clock: Callable[[], float] = time.monotonic, per_minute: int = FAILURES_PER_MINUTE) -> None:
+        self.per_minute = per_minute
         self._clock = clock
         self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def fail(self, address: Address) -> None:
-        """Count one failed attempt. Raises `RateLimited` beyond `[server] unauthorized_rpm`."""
-        per_minute = self._settings().unauthorized_rpm
-        if not per_minute or not address.host:
+        """Count one failed attempt. Raises `RateLimited` beyond `per_minute` attempts of one address."""
+        if not address.host:
             return
         now = self._clock()
-        bucket = self._bucket(address.network, per_minute, now)
+        bucket = self._bucket(address.network, now)
         if (wait_s := bucket.wait_s(1, now)) > 0:
             message = "Too many requests without a valid API key come from this address."
             raise RateLimited(message, "requests", wait_s)
         bucket.take(1, now)
 
-    def _bucket(self, network: str, per_minute: int, now: float) -> TokenBucket:
+    def _bucket(self, network: str, now: float) -> TokenBucket:
         bucket = self._buckets.get(network)
-        if bucket is None or bucket.capacity != per_minute:
-            bucket = self._buckets[network] = TokenBucket(per_minute, now)
+        if bucket is None or bucket.capacity != self.per_minute:
+            bucket = self._buckets[network] = TokenBucket(self.per_minute, now)
         self._buckets.move_to_end(network)
         if len(self._buckets) > ADDRESSES_MAX:
             self._buckets.popitem(last=False)

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 import protocol
 from gateway.api.batch_routes import BATCH_OPERATIONS
-from gateway.api.compat import completion, infill, lm_studio, props
+from gateway.api.compat import completion, infill, props
 from gateway.api.compat import tokenize as tokens
 from gateway.api.compat.native_completion import NO_ACTION, NativeCompletion
 from gateway.api.dialect_routes import DIALECTS, generation, tokenization
@@ -97,13 +97,12 @@ _MLXD: Final = (
         NO_ACTION,
         (NativeCompletion, ErrorBody),
     ),
-    *(
-        Operation("GET", path, on_catalog(handler), summary, answer)
-        for path, handler, summary, answer in (
-            ("/v1/models", models.list_models, "List the models that the key may use.", models.ModelList),
-            ("/api/v0/models", lm_studio.list_v0, "List the models in LM Studio's older form.", lm_studio.ModelsV0),
-            ("/api/v1/models", lm_studio.list_v1, "List the models in LM Studio's form.", lm_studio.ModelsV1),
-        )
+    Operation(
+        "GET",
+        "/v1/models",
+        on_catalog(models.list_models),
+        "List the models that the key may use.",
+        models.ModelList,
     ),
     Operation(
         "GET",

@@ -48,16 +48,6 @@ from protocol.spec import ADAPTERS_MAX
 # The chat template is copied into the configuration and a worker's state file. The longest known templates have 20 KiB.
 TEMPLATE_BYTES_MAX: Final = 1024 * 1024
 _KV_EVENTS_ADDRESS: Final = re.compile(r"tcp://(\*|[\w.:\[\]-]+):(\d{1,5})")
-_NO_AGENTS: Final = (
-    "ranks on other machines are started over ssh, and there are no agents and no keys of nodes any more: take it out, "
-    "and name a host file; see docs/groups.md"
-)
-# Tables of earlier versions, and what to do instead.
-_REMOVED_TABLES: Final = {
-    "node": _NO_AGENTS,
-    "nodes": _NO_AGENTS,
-    "peers": "a daemon serves the models of its own machine: put a router in front of the daemons; see docs/fleet.md",
-}
 # Traces can be sent only if these packages are installed.
 _OTEL_PACKAGES: Final = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 
@@ -78,7 +68,6 @@ def load_config(
     """
     source = ConfigSource(path or home / CONFIG_NAME)
     raw = source.read(required=path is not None)
-    _refuse_removed(source, raw)
     source.refuse_unknown(raw, tuple(name for name in Config.__struct_fields__ if name not in NOT_IN_FILE), ())
     overrides = {"host": host, "port": port, "log_level": log_level and log_level.lower()}
     server = _server(source, raw.get("server", {}), {k: v for k, v in overrides.items() if v is not None})
@@ -101,13 +90,6 @@ def load_config(
         ui=source.struct(raw.get("ui", {}), UiConfig, ("ui",)),
         upstreams=read_upstreams(source, raw.get("upstreams", {}), models),
     )
-
-
-def _refuse_removed(source: ConfigSource, raw: dict[str, Any]) -> None:
-    """Refuse tables of an earlier version. Raises `ConfigError`, which says what to use instead."""
-    for key, reason in _REMOVED_TABLES.items():
-        if key in raw:
-            raise source.error(f"[{key}]: {reason}", (key,))
 
 
 def _folders(source: ConfigSource, folders: tuple[str, ...], where: tuple[str, str]) -> tuple[str, ...]:

@@ -59,12 +59,8 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     ollama_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     tls: TlsConfig = TlsConfig()
     log_level: LogLevel = "info"
-    # Format of stderr. `auto` means text for people on a terminal, and JSON elsewhere. The log file is always JSON.
-    log_format: Literal["auto", "json", "console"] = "auto"
-    # Whether to write a log file in `home/logs`, its maximum size, and the number of rotated files to keep.
+    # Whether to write a log file in `home/logs`.
     log_file: bool = True
-    log_max_bytes: Annotated[int, Meta(ge=64 * 1024, le=1 << 40)] = 16 * 1024 * 1024
-    log_keep: Annotated[int, Meta(ge=0, le=1000)] = 8
     drain_s: Seconds = 30.0
     # Whether a Mac is kept awake: while requests run or a model loads, always, or never.
     prevent_sleep: PreventSleep = "busy"
@@ -79,26 +75,16 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     queue_timeout_s: Seconds = 600.0
     # IANA time zone in which the days and months of budgets and usage begin; empty means the machine's time zone.
     time_zone: str = ""
-    # Usage records are kept for this many months, including the current month.
-    usage_months: Annotated[int, Meta(ge=1, le=1200)] = 13
-    # While there are several keys, one key may fill this percentage of a model's queue.
-    queue_share: Annotated[int, Meta(ge=1, le=100)] = 50
-    # Limits of the stored answers of the Responses API, for each key. Clients can continue from a stored answer. With 0
-    # bytes no answer is stored.
+    # Maximum size of the stored answers of the Responses API, for each key. Clients can continue from a stored answer.
+    # With 0 no answer is stored.
     response_store_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 * 1024 * 1024
-    response_store_age_s: Seconds = 30 * 86400.0
     # Maximum size of the journal from which a restarted daemon continues background responses. With 0 there is no
     # journal.
     response_journal_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 * 1024 * 1024
     # Proxies whose X-Forwarded-For header is trusted.
     trusted_proxies: tuple[str, ...] = ()
-    # Maximum requests without a valid key per minute and client address. Further requests get status 429. 0 means no
-    # limit.
-    unauthorized_rpm: Annotated[int, Meta(ge=0, le=1_000_000)] = 300
-    # Maximum number of connections in total, and from one address. `auto` derives the total from the limit of open
-    # files, and allows one address half of it.
+    # Maximum number of connections. `auto` derives it from the limit of open files. One address may have a part of it.
     max_connections: Connections = "auto"
-    max_connections_per_address: Connections = "auto"
     cors: tuple[str, ...] = ()
     # Host names under which clients may reach this machine, in addition to the loopback names. If the list is not
     # empty, every `Host` header is checked.
@@ -115,8 +101,6 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     slow_request_s: Seconds = 30.0
     # Number of newest requests that are kept with their answers in `home/captures`, for debugging. 0 disables this.
     capture: Annotated[int, Meta(ge=0, le=10_000)] = 0
-    capture_max_bytes: Annotated[int, Meta(ge=64 * 1024, le=1 << 40)] = 64 * 1024 * 1024
-    capture_age_s: Seconds = 86400.0
     # While the daemon runs, adapters may be loaded from these folders and from `home/adapters`.
     adapter_folders: tuple[str, ...] = ()
     # URL to which traces are sent, as OTLP over HTTP. If empty, no traces are made.
@@ -157,13 +141,11 @@ class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`cache` of a model: bytes of its prefix cache in memory and on disk. 0 means off, None a fraction of its memory
     share.
 
-    All models share one folder on disk; its limit is the largest that any model sets. Prefixes of fewer tokens than
-    `disk_min_tokens` are not written: reading them would save no time, and every write wears the disk.
+    All models share one folder on disk; its limit is the largest that any model sets.
     """
 
     ram_bytes: Annotated[int, Meta(ge=0)] | None = None
     disk_bytes: Annotated[int, Meta(ge=0)] = 10 * 1024**3
-    disk_min_tokens: Annotated[int, Meta(ge=0)] = 512
 
 
 class SparsePrefillConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -311,26 +293,18 @@ class MediaConfig(Struct, frozen=True, forbid_unknown_fields=True):
     # each page of a PDF counts as an image.
     max_size_bytes: Annotated[int, Meta(ge=1024, le=48 * 1024 * 1024)] = 32 * 1024 * 1024
     max_count: Annotated[int, Meta(ge=0, le=4096)] = 64
-    # Maximum pixels of an image, according to its header. A larger image is never decoded.
-    max_pixels: Annotated[int, Meta(ge=1024, le=1 << 30)] = 64_000_000
-    # Maximum bytes of the media of all running requests together.
-    in_flight_bytes: Annotated[int, Meta(ge=1024, le=1 << 40)] = 512 * 1024 * 1024
     # `public` allows http and https URLs with addresses of the public internet; `off` allows none.
     urls: Literal["off", "public"] = "off"
-    fetch_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 10.0
     # Folders below which a `file:` URL may point.
     folders: tuple[str, ...] = ()
 
 
 class AudioConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`[audio]`: limits of transcriptions, translations and speech."""
+    """`[audio]`: limits of transcriptions and translations."""
 
     # Maximum bytes and maximum duration of an uploaded file.
     max_size_bytes: Annotated[int, Meta(ge=1024, le=48 * 1024 * 1024)] = 25 * 1024 * 1024
     max_duration_s: Annotated[float, Meta(gt=0, le=86400)] = 7200.0
-    # Maximum characters of a text to speak, and maximum duration of the speech.
-    max_input: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096
-    max_speech_s: Annotated[float, Meta(gt=0, le=7200)] = 900.0
 
 
 class BatchesConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -338,8 +312,6 @@ class BatchesConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     # Maximum bytes of all files, batches and results together; 0 turns batches off.
     disk_bytes: Annotated[int, Meta(ge=0, le=1 << 44)] = 2 * 1024**3
-    # Files without an expiry of their own, and batches that have ended, are deleted after this time.
-    age_s: Annotated[float, Meta(ge=3600, le=366 * 86400)] = 30 * 86400.0
 
 
 class UiConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import fields
 
+from gateway.config.removed import what_holds_now
 from gateway.config.settings import NOT_IN_FILE, Config, ConfigError, file_key
 from gateway.config.syntax import Locator, control_character, parse_duration, parse_size
 
@@ -71,6 +72,8 @@ class ConfigSource:
         for key in table:
             if key in known:
                 continue
+            if now := what_holds_now((*where, key)):
+                raise self.error(f"{key if where else f'[{key}]'} is gone: {now}", (*where, key))
             inside = f" in [{'.'.join(where)}]" if where else ""
             raise self.error(f"unknown key {key!r}{inside}; {_hint(key, known)}", (*where, key))
 

@@ -10,6 +10,8 @@ from protocol.spec import LOCAL, GroupSpec, HostSpec, WorkerSpec
 
 # This limit is loose: the gateway bounds admission, and a new worker gets all running and waiting sequences together.
 WAITING_MAX: Final = 1 << 20
+# Shorter prefixes are not written to the disk: reading them would save no time, and every write wears the disk.
+DISK_MIN_TOKENS: Final = 512
 
 
 def worker_spec(config: Config, model: ModelConfig, down: str = "", up: str = "") -> WorkerSpec:
@@ -53,10 +55,9 @@ def worker_spec(config: Config, model: ModelConfig, down: str = "", up: str = ""
         kv_bytes=-1 if model.kv_bytes is None else model.kv_bytes,
         disk_cache_dir=str(config.prefix_cache_dir) if has_disk else "",
         disk_cache_bytes=config.prefix_cache_bytes if has_disk else 0,
-        disk_cache_tokens=model.cache.disk_min_tokens if has_disk else 0,
+        disk_cache_tokens=DISK_MIN_TOKENS if has_disk else 0,
         media_bytes=config.media.max_size_bytes,
         media_count=config.media.max_count,
-        media_pixels=config.media.max_pixels,
         group=_group(model),
         keep_warm_s=model.keep_warm_s,
     )

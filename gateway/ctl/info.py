@@ -6,6 +6,7 @@ from typing import Annotated, Final
 import typer
 from msgspec import structs
 
+from gateway.config.experimental import experiments_of
 from gateway.config.settings import ModelConfig
 from gateway.ctl.complete import model_argument
 from gateway.ctl.model_verbs.offline import available_bytes, folder_of, model_of, read_config
@@ -37,7 +38,12 @@ def info(
     config = read_config()
     configured = model_of(config, model)
     times = KnownTimes(profiles_dir(config.home)).of(configured.name, configured.path)
-    info = structs.replace(_look(configured), measured=speeds(times), adapters=adapter_sizes(configured.adapters))
+    info = structs.replace(
+        _look(configured),
+        measured=speeds(times),
+        adapters=adapter_sizes(configured.adapters),
+        experimental=tuple(map(str, experiments_of(config.server, configured))),
+    )
     if configured.group.ranks and (problem := model_problem(configured)):
         info = structs.replace(info, obstacles=(*info.obstacles, f"as a group: {problem}"))
     if json:
@@ -72,6 +78,8 @@ def print_info(name: str, info: ModelMetadata, echo: Callable[[str], None] = typ
         echo(f"head       {HEAD if info.head == 'run' else info.head}")
     echo(f"available  {size(info.available_bytes)}")
     echo(info.verdict)
+    for experiment in info.experimental:
+        echo(typer.style(f"experimental: {experiment}", fg="yellow"))
     for obstacle in info.obstacles:
         echo(typer.style(f"cannot be loaded: {obstacle}", fg="red"))
 

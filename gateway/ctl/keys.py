@@ -72,7 +72,7 @@ def _add_verb(verb: str, change: _Change) -> None:
         alert_at: Annotated[
             int | None, _percent("Percent of a budget at which a warning is logged; 0 is never.")
         ] = None,
-        queue_share: Annotated[int | None, _percent("Most percent of a model's queue; 0 means the server's.")] = None,
+        queue_share: Annotated[int | None, _percent("Most percent of a model's queue; 0 means half.")] = None,
         expires: Annotated[str | None, typer.Option(help="Expiry after a duration (12h, 30d), or never.")] = None,
         role: Role = None,
         admin: Annotated[bool, typer.Option("--admin", help="The same as --role admin.")] = False,

@@ -35,6 +35,8 @@ BODY_BYTES_MAX: Final = 4 * 1024 * 1024
 # Maximum number of captures that wait for the disk; further captures are dropped.
 PENDING_MAX: Final = 64
 SWEEP_INTERVAL_S: Final = 60.0
+CAPTURES_BYTES_MAX: Final = 64 * 1024 * 1024
+CAPTURE_AGE_S: Final = 86400.0
 REDACTED: Final = "[redacted]"
 # Bodies of these content types are replaced by their size and digest.
 _AUDIO: Final = b"audio/"
@@ -155,7 +157,16 @@ class _CaptureFile:
 class Captures:
     """Ring of captures, with one file per request. One thread does all work on files, in the order of the calls."""
 
-    def __init__(self, folder: Path, settings: Callable[[], ServerConfig], clock: WallClock | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: Callable[[], ServerConfig],
+        clock: WallClock | None = None,
+        bytes_max: int = CAPTURES_BYTES_MAX,
+        age_s: float = CAPTURE_AGE_S,
+    ) -> None:
+        self.bytes_max = bytes_max
+        self.age_s = age_s
         self._folder = folder
         self._settings = settings
         self._now = clock or WallClock()
@@ -247,13 +258,13 @@ class Captures:
 
     def _swept(self) -> list[_CaptureFile]:
         """Delete captures that exceed the limits, and return those that are left."""
-        settings = self._settings()
+        most = self._settings().capture
         kept = self._load()
-        oldest = self._now() - settings.capture_age_s
+        oldest = self._now() - self.age_s
         total = sum(one.size for one in kept)
         count = 0
         while count < len(kept) and (
-            len(kept) - count > settings.capture or total > settings.capture_max_bytes or kept[count].line.at < oldest
+            len(kept) - count > most or total > self.bytes_max or kept[count].line.at < oldest
         ):
             total -= kept[count].size
             count += 1

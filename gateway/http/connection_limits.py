@@ -29,6 +29,8 @@ RESERVED_FILES_PART: Final = 16
 CLIENTS_MIN: Final = 64
 # Admin connections are part of the reserve.
 ADMIN_MAX: Final = 32
+# Part of all connections that one address may have, so that it cannot shut out all others.
+ADDRESS_PART: Final = 0.5
 
 REFUSAL_LOG_INTERVAL_S: Final = 60.0
 # Interval of checks if the write timeout is switched off.
@@ -239,7 +241,9 @@ class Connections:
             self._arm()
 
 
-def public_connections(live: LiveConfig, metrics: Metrics, files: int) -> Connections:
+def public_connections(
+    live: LiveConfig, metrics: Metrics, files: int, address_part: float = ADDRESS_PART
+) -> Connections:
     """Make the registry for connections of the public API. `files` is the limit of open files. Raises `TooFewFiles`."""
     room = room_for_clients(files, len(live.config.models))
     if room < CLIENTS_MIN:
@@ -252,7 +256,7 @@ def public_connections(live: LiveConfig, metrics: Metrics, files: int) -> Connec
         log.warning("max_connections is %d, but the limit of %d open files leaves %d", configured, files, room)
 
     def bounds() -> Bounds:
-        return _bounds(live.config.server, len(live.config.models), files)
+        return _bounds(live.config.server, len(live.config.models), files, address_part)
 
     return Connections(PUBLIC, bounds, metrics, lambda address: live.proxies.trusts(address))
 
@@ -267,9 +271,7 @@ def room_for_clients(files: int, models: int) -> int:
     return files - max(RESERVED_FILES + FILES_PER_WORKER * min(models, WORKERS_COUNTED), files // RESERVED_FILES_PART)
 
 
-def _bounds(server: ServerConfig, models: int, files: int) -> Bounds:
+def _bounds(server: ServerConfig, models: int, files: int, address_part: float) -> Bounds:
     room = room_for_clients(files, models)
     total = room if server.max_connections == "auto" else min(room, server.max_connections)
-    # One address must not be able to shut out all others.
-    own = total // 2 if server.max_connections_per_address == "auto" else server.max_connections_per_address
-    return Bounds(total, own, server.write_timeout_s)
+    return Bounds(total, int(total * address_part), server.write_timeout_s)

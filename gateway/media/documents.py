@@ -16,6 +16,7 @@ from gateway.media.reference import DOCUMENT, IMAGE
 from gateway.media.resolve import digest_of
 from protocol.codec import MAX_FRAME_BYTES
 from protocol.prompts import ChatPrompt, Media
+from protocol.spec import IMAGE_PIXELS_MAX
 
 # Maximum pages of one document. A model with vision takes fewer, because each page is also a picture.
 PAGES_MAX: Final = 1000
@@ -111,7 +112,7 @@ async def _read(document: Media, reading: DocumentReader, pictures_max: int) -> 
         document.data,
         PAGES_MAX,
         pictures_max if reading.has_vision else None,
-        reading.settings.max_pixels,
+        IMAGE_PIXELS_MAX,
         reading.pdfs.cpu_max_s,
         MAX_FRAME_BYTES,
     )

@@ -8,6 +8,7 @@ from gateway.errors import Unavailable
 from gateway.telemetry.metrics import MediaNumbers
 from protocol.codec import MAX_FRAME_BYTES
 
+IN_FLIGHT_BYTES_MAX: Final = 512 * 1024 * 1024
 RETRY_AFTER_S: Final = 2.0
 
 
@@ -21,9 +22,9 @@ def share_bytes(limit_bytes: int, has_others: bool) -> int:
 class InFlightBytes:
     """Counter of bytes with a limit for all keys together and one for each key. Used on the event loop only."""
 
-    def __init__(self, limit_bytes: Callable[[], int], has_others: Callable[[], bool] = bool) -> None:
+    def __init__(self, has_others: Callable[[], bool] = bool, limit_bytes: int = IN_FLIGHT_BYTES_MAX) -> None:
         """`limit_bytes` is for all owners together; `has_others` returns whether there are several owners."""
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._has_others = has_others
         self._held: Counter[str] = Counter()
         self.numbers = MediaNumbers()
@@ -33,7 +34,7 @@ class InFlightBytes:
 
     def take(self, owner: str, size_bytes: int) -> None:
         """Count more bytes of an owner. Raises `Unavailable` if a limit would be exceeded."""
-        limit = self._limit_bytes()
+        limit = self.limit_bytes
         if self.numbers.used_bytes + size_bytes > limit:
             self._refuse("The media of the requests that run fill the memory set aside for them. Try again later.")
         if self._held[owner] + size_bytes > share_bytes(limit, self._has_others()):

@@ -26,6 +26,8 @@ from protocol.prompts import ChatPrompt, Media
 
 # Maximum concurrent fetches of one request.
 FETCHES_MAX: Final = 4
+# Maximum time in which all URLs of a request are fetched.
+FETCH_TIMEOUT_S: Final = 10.0
 # Maximum concurrent fetches in total, and for one key. Each fetch needs a file descriptor.
 FETCHES_OF_ALL_MAX: Final = 32
 FETCHES_OF_KEY_MAX: Final = 8
@@ -208,11 +210,11 @@ async def _fetched(
 
     fetches: dict[int, asyncio.Task[bytes | None]] = {}
     try:
-        async with asyncio.timeout(reading.settings.fetch_timeout_s), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(FETCH_TIMEOUT_S), asyncio.TaskGroup() as tasks:
             fetches |= {at: tasks.create_task(fetch(at, reference)) for at, reference in remote.items()}
     except TimeoutError:
         late = [index for index, task in fetches.items() if task.cancelled()]
-        reason = f"it took longer than {reading.settings.fetch_timeout_s:g} seconds"
+        reason = f"it took longer than {FETCH_TIMEOUT_S:g} seconds"
         _check_optional(references, late, optional, reason)
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
@@ -232,9 +234,7 @@ def _check_optional(
 async def _fetch(reference: Reference, reading: MediaReader) -> bytes:
     settings, lease = reading.settings, reading.lease
     try:
-        return await reading.fetch(
-            lease.owner, reference.url, settings.max_size_bytes, settings.fetch_timeout_s, lease.grow
-        )
+        return await reading.fetch(lease.owner, reference.url, settings.max_size_bytes, FETCH_TIMEOUT_S, lease.grow)
     except TooManyBytes:
         raise too_large(reference, settings.max_size_bytes) from None
     except FetchFailed as error:

@@ -12,8 +12,6 @@ ANTHROPIC: Final = "/v1/messages"
 # Anthropic's clients send this header, even to paths that other dialects share.
 ANTHROPIC_HEADER: Final = "anthropic-version"
 OLLAMA: Final = "/api/"
-# The lists of models below these paths have LM Studio's form; LM Studio's clients read OpenAI's errors.
-LM_STUDIO: Final = ("/api/v0/", "/api/v1/")
 TYPESAFE: Final = "/v1/systemone"
 # llama.cpp's routes for filling in the middle and for continuing a text.
 _NATIVE: Final = frozenset({"/infill", "/completion"})
@@ -46,7 +44,7 @@ def dialect_of(path: str, headers: Headers) -> Dialect:
         return Dialect.ANTHROPIC
     if path == TYPESAFE:
         return Dialect.TYPESAFE
-    return Dialect.OLLAMA if path.startswith(OLLAMA) and not path.startswith(LM_STUDIO) else Dialect.OPENAI
+    return Dialect.OLLAMA if path.startswith(OLLAMA) else Dialect.OPENAI
 
 
 def is_of_api(method: str, path: str) -> bool:

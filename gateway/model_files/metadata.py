@@ -132,6 +132,8 @@ class ModelMetadata(Struct, frozen=True):
     expert_bytes: int = 0
     # Size of each adapter's file in bytes, by the adapter's name; 0 if the file is missing.
     adapters: dict[str, int] = {}
+    # Experimental features that the model is configured to use, each with its reason.
+    experimental: tuple[str, ...] = ()
 
 
 def find(path: str) -> Path:

@@ -27,7 +27,7 @@ def leases(
     caller = record.caller
     record.is_of_batch_class = is_of_batch_class(generates[0])
     with ExitStack() as held:
-        share = caller.queue_share or runtime.config.server.queue_share
+        share = caller.queue_share
         if record.is_of_batch_class:
             # Such a request takes no place in a queue from others, and no part of its key's rates.
             runtime.admission.check_open(model.name)

@@ -12,7 +12,6 @@ from gateway.request.runtime import Runtime
 from gateway.request.slow_causes import reloaded, slow_causes
 from protocol.codec import Unsendable
 from protocol.from_worker import Explained
-from protocol.minors import EXPLAIN_MINOR
 from protocol.to_worker import Explain
 
 log = logging.getLogger(__name__)
@@ -27,8 +26,6 @@ async def ask_worker(
     """Ask a worker why tokens of a request's prompt were not cached. Returns None if it has ended or does not know."""
     worker = runtime.pool.find(model)
     if worker is None or not rid or worker.epoch != epoch or not worker.is_ready:
-        return None
-    if worker.incarnation.minor < EXPLAIN_MINOR:
         return None
     call = Explain(runtime.link.next_rid(), rid, other, shows_text, crosses_salts)
     try:

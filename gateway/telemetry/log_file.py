@@ -7,6 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+LOG_BYTES_MAX: Final = 16 * 1024 * 1024
+OLDER_LOGS_MAX: Final = 8
 _READ_BYTES: Final = 64 * 1024
 
 
@@ -17,7 +19,7 @@ class RotatingFile:
     errors, so that lost lines can be counted.
     """
 
-    def __init__(self, path: Path, max_bytes: int, keep: int) -> None:
+    def __init__(self, path: Path, max_bytes: int = LOG_BYTES_MAX, keep: int = OLDER_LOGS_MAX) -> None:
         """`keep` is the number of rotated files. Raises `OSError`."""
         self._path = path
         self._max_bytes = max_bytes

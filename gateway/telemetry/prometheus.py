@@ -232,9 +232,9 @@ def _of_models(models: Mapping[str, ModelMetrics]) -> Iterator[Metric]:
     yield _gauge("worker_state", "State of the worker: 1 for the current one.", ["model", "state"], states)
     modes = [([model, m.batch_mode], 1) for model, m in models.items() if m.batch_mode]
     yield _gauge(
-        "worker_lane",
+        "worker_batch_mode",
         "Batch mode of the worker: how its rows share a forward pass. 1 for the current one.",
-        ["model", "lane"],
+        ["model", "batch_mode"],
         modes,
     )
     returned = [([model], m.returned_part) for model, m in models.items() if m.returned_part is not None]

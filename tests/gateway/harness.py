@@ -31,7 +31,7 @@ from gateway.config.settings import (
     url_of,
 )
 from gateway.http.connection import GuardedProtocol
-from gateway.http.connection_limits import public_connections
+from gateway.http.connection_limits import ADDRESS_PART, public_connections
 from gateway.http.handshake import HANDSHAKE_S, Handshake
 from gateway.http.listen import file_limit
 from gateway.link.link import WorkerLink
@@ -99,6 +99,7 @@ async def running(
     command: Callable[[WorkerSpec], list[str]] | None = None,
     protocol: type[GuardedProtocol] = GuardedProtocol,
     handshake_s: float = HANDSHAKE_S,
+    address_part: float = ADDRESS_PART,
     verify: ssl.SSLContext | bool = True,
     media: MediaConfig | None = None,
     audio: AudioConfig | None = None,
@@ -136,7 +137,7 @@ async def running(
     listener.listen(2048)
     port = listener.getsockname()[1]
     url = url_of(config.server, "127.0.0.1", port)
-    connections = public_connections(app.services.live, metrics, file_limit())
+    connections = public_connections(app.services.live, metrics, file_limit(), address_part)
     tls = app.services.tls
     factory = (
         partial(protocol, connections=connections, websockets=app.websockets)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets
 @pytest.fixture
 def home() -> Iterator[Path]:
     with short_home() as path:
-        write_config(path, server="capture = 5\nresponse_store_age = '1h'")
+        write_config(path, server="capture = 5")
         yield path
 
 

@@ -79,7 +79,7 @@ def fill(daemon: DaemonProcess, count: int) -> list[socket.socket]:
 # Three times as many and 200 are less than the 2,048 that importing mlx-lm leaves this process.
 @pytest.mark.parametrize("files", [256, *scaled([512], [])])
 def test_clients_cannot_take_the_descriptors_that_workers_and_mlxctl_need(home: Path, files: int) -> None:
-    write_config(home, server="max_connections_per_address = 100000")
+    write_config(home, server="trusted_proxies = ['127.0.0.1']")
     admin = httpx.HTTPTransport(uds=str(home / "run" / "admin.sock"))
     with (
         DaemonProcess(home, "--step-ms 1", files=files) as daemon,

@@ -267,7 +267,7 @@ async def test_a_second_worker_of_the_same_name_is_refused(home: Path) -> None:
 
 
 async def test_a_worker_of_another_protocol_is_marked_and_not_started_again(home: Path) -> None:
-    async with Running(config(home), "--major 99", limits=quick()) as running:
+    async with Running(config(home), "--protocol 99", limits=quick()) as running:
         for _ in range(2):
             with pytest.raises(ModelUnavailable) as caught:
                 await running.pool.ensure_ready("m")

@@ -31,9 +31,9 @@ SYSTEM = "mira kato sen luto por vide anka tomi " * 6
 TOOL = {"name": "read", "description": "Reads a line.", "input_schema": {"type": "object", "properties": {}}}
 
 
-def started(home: Path, tables: str, server: str = "") -> DaemonProcess:
-    (home / "mlxd.toml").write_text(f"[server]\nport = 0\n{server}\n{tables}")
-    return DaemonProcess(home, module="gateway.main")
+def started(home: Path, tables: str, module: str = "gateway.main") -> DaemonProcess:
+    (home / "mlxd.toml").write_text(f"[server]\nport = 0\n{tables}")
+    return DaemonProcess(home, module=module)
 
 
 def number(daemon: DaemonProcess, name: str, *labels: str) -> float:
@@ -94,12 +94,12 @@ async def test_many_requests_with_aborts_and_kills_stay_within_small_budgets(mod
     path = model_folder("qwen3_5")  # it keeps KV and checkpoints
     same = f'path = "{path}"\nbatching = "together"'
     tables = (
-        f"[models.m]\n{same}\ncache = {{ ram = {RAM}, disk = {DISK}, disk_min_tokens = 0 }}\n"
+        f"[models.m]\n{same}\ncache = {{ ram = {RAM}, disk = {DISK} }}\n"
         f"[models.plain]\n{same}\ncache = {{ ram = 0, disk = 0 }}\n"
     )
     rng = random.Random(5)
     bodies = kinds(30, rng)
-    with short_home() as home, started(home, tables) as daemon:
+    with short_home() as home, started(home, tables, "tests.support.eager_disk_daemon") as daemon:
         folder = home / "cache" / "prefix"
         async with httpx.AsyncClient(base_url=daemon.url, timeout=patient(DEADLINE_S)) as client:
             expected = [await complete(client, body | {"model": "plain"}) for body in bodies]

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from msgspec import structs
 
-from gateway.config.settings import AudioConfig, MediaConfig, ModelConfig
+from gateway.config.settings import AudioConfig, ModelConfig
 from gateway.workers.supervisor.spawn import default_command
 from tests.gateway.harness import Gateway, running, until
 from tests.support.audio_models import build_moonshine, build_qwen_tts, build_whisper, tone
@@ -41,7 +40,7 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ga
         ModelConfig(name="speaker", path=str(build_qwen_tts(folder / "speaker"))),
         ModelConfig(name="text", path=str(build("qwen3", folder / "text")), batching="together"),
     ]
-    limits = AudioConfig(max_size_bytes=200_000, max_duration_s=5.0, max_input=4000)
+    limits = AudioConfig(max_size_bytes=200_000, max_duration_s=5.0)
     with short_home() as home:
         async with running(home, models=models, command=default_command, audio=limits) as made:
             yield made
@@ -182,7 +181,7 @@ async def test_a_clip_that_cannot_be_heard_is_refused(
     ("path", "body", "param", "words"),
     [
         ("audio/speech", {"input": " "}, "input", "empty"),
-        ("audio/speech", {"input": "a" * 4001}, "input", "4000 are taken"),
+        ("audio/speech", {"input": "a" * 4097}, "input", "4096 are taken"),
         ("audio/speech", {"input": "a", "response_format": "mid"}, "response_format", "mid"),
         ("audio/speech", {"input": "a", "speed": 9}, "speed", "4"),
         ("audio/speech", {"input": "a", "stream_format": "zip"}, "stream_format", "zip"),
@@ -313,14 +312,13 @@ async def test_files_of_all_requests_share_the_room_of_media(gateway: Gateway) -
     before = numbers.used_bytes
     await heard(gateway)
     assert numbers.used_bytes == before
-    limited = structs.replace(gateway.app.services.config, media=MediaConfig(in_flight_bytes=1024))
-    kept = gateway.app.services.config
-    gateway.app.services.live.apply(limited)
+    media = gateway.app.services.media
+    limit, media.limit_bytes = media.limit_bytes, 1024
     try:
         reply = await gateway.client.post(
             "/v1/audio/transcriptions", files={"file": ("a.wav", CLIP)}, data={"model": "whisper"}
         )
     finally:
-        gateway.app.services.live.apply(kept)
+        media.limit_bytes = limit
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "media_memory_full")
     assert numbers.used_bytes == before

@@ -1,13 +1,13 @@
-"""The frames of one release, as bytes: `python -m tests.protocol.golden_frames` writes those of the current minor.
+"""The frames of one protocol number, as bytes: `python -m tests.protocol.golden_frames` writes today's.
 
-A released file is never written again: the decoders of every later minor must read it.
+The file is written again when fields or messages were appended. A raised number has a new file, and no other stays.
 """
 
 from pathlib import Path
 
 import msgspec
 
-from protocol import codec
+from protocol import PROTOCOL, codec
 from protocol.failures import Code, Failure
 from protocol.from_worker import (
     Accepted,
@@ -34,7 +34,6 @@ from protocol.from_worker import (
     Up,
     Usage,
 )
-from protocol.minors import MAJOR, MINOR
 from protocol.model_info import AdapterInfo, AudioInfo, EmbeddingInfo, GroupInfo, MediaInfo, RankInfo
 from protocol.prompts import (
     ChatPrompt,
@@ -115,7 +114,7 @@ def down() -> list[Down]:
         *(64, 0.5, 1.5, 0.25, 0.125, 0.75, 1.5, 3, 512, ("\n",), 2, (9,), (1, 2), ("né",), (("né", -2.5),)),
     )
     return [
-        Welcome(0, 2**62, 1.0),
+        Welcome(2, 2**62, 1.0),
         Generate(1 << 62, chat, sampling, 100, ("a", "\n"), 5, True, -3, 1500, True, "00-trace"),
         Generate(
             2,
@@ -173,7 +172,7 @@ def up() -> list[Up]:
         Delta(5, finish=Finish.STOP, usage=_USAGE, ending_ids=(7, 151_645)),
     ]
     return [
-        Hello("qwen", 3, 4242, 1, 0, "0.1.0", "0.32.4", "loading"),
+        Hello("qwen", 3, 4242, 2, 0, "0.1.0", "0.32.4", "loading"),
         Loading(3, "weights", 10, 2**40),
         Ready(
             *(3, "/models/qwen", 32768, 16, 151_936, 2**33, 1.25, "qwen3", True),
@@ -211,8 +210,8 @@ class Golden(msgspec.Struct, frozen=True):
     up: list[bytes]
 
 
-def path(major: int, minor: int) -> Path:
-    return FOLDER / f"v{major}.{minor}.json"
+def path() -> Path:
+    return FOLDER / f"v{PROTOCOL}.json"
 
 
 def read(file: Path) -> Golden:
@@ -221,7 +220,7 @@ def read(file: Path) -> Golden:
 
 def write() -> Path:
     frames = Golden([codec.encode(message) for message in down()], [codec.encode(message) for message in up()])
-    file = path(MAJOR, MINOR)
+    file = path()
     file.parent.mkdir(exist_ok=True)
     file.write_bytes(msgspec.json.format(msgspec.json.encode(frames), indent=1) + b"\n")
     return file

@@ -16,7 +16,7 @@ from tests.real.prepare import SMOLLM2
 from tests.real.serving import Served
 
 pytestmark = pytest.mark.soak
-MODELS = {"m": f'path = "{SMOLLM2}"\ncache = {{ disk_min_tokens = 64 }}'}
+MODELS = {"m": f'path = "{SMOLLM2}"'}
 SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "seeded": {"temperature": 0.9, "seed": 11}}
 TOKENS = 32
 CLOSE = 1e-4

@@ -6,7 +6,7 @@ from functools import cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from protocol import __version__, codec
+from protocol import PROTOCOL, __version__, codec
 from protocol.failures import Code, ExitStatus, Failure
 from protocol.from_worker import (
     Accepted,
@@ -25,7 +25,6 @@ from protocol.from_worker import (
     Up,
     Usage,
 )
-from protocol.minors import MAJOR, MINOR
 from protocol.prompts import ChatPrompt, NextTurnPrompt
 from protocol.stats import Stats
 from protocol.to_worker import (
@@ -360,7 +359,7 @@ class SimulatedWorker:
 
     def hello(self) -> Hello:
         state = "ready" if self.is_ready else "loading"
-        return Hello(self.spec.name, self.epoch, self.process.pid, MAJOR, MINOR, __version__, "", state)
+        return Hello(self.spec.name, self.epoch, self.process.pid, PROTOCOL, 0, __version__, "", state)
 
     def ready(self) -> Ready:
         return Ready(self.epoch, self.spec.path, 1 << 20, self.spec.max_running or 16, 4096, _WEIGHTS, 1.0)

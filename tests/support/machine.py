@@ -16,10 +16,10 @@ from gateway.workers.supervisor.limits import WorkerLimits
 from gateway.workers.supervisor.ports import Effects
 from gateway.workers.supervisor.state import MemoryView, ModelUnavailable, State
 from gateway.workers.supervisor.worker import Worker
+from protocol import PROTOCOL
 from protocol.codec import decode_down, encode
 from protocol.failures import Code, Failure
 from protocol.from_worker import Delta, Finish, Hello, Pong, Ready, Step, Up
-from protocol.minors import MAJOR, MINOR
 from protocol.prompts import TextPrompt
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
@@ -355,13 +355,11 @@ class Machine:
         # Whoever still waits is told, too.
         await asyncio.wait_for(asyncio.gather(*self._asked, return_exceptions=True), patient(5))
 
-    def hello(
-        self, *, major: int = MAJOR, minor: int = MINOR, pid: int | None = None, epoch: int | None = None
-    ) -> None:
+    def hello(self, *, protocol: int = PROTOCOL, pid: int | None = None, epoch: int | None = None) -> None:
         worker = self.worker
         own_pid = worker.pid if pid is None else pid
         own_epoch = worker.epoch if epoch is None else epoch
-        self.post(Hello(worker.name, own_epoch, own_pid, major, minor, "", "", "loading"))
+        self.post(Hello(worker.name, own_epoch, own_pid, protocol, 0, "", "", "loading"))
 
     def ready(self, *, epoch: int | None = None, weights_bytes: int = 0) -> None:
         own_epoch = self.worker.epoch if epoch is None else epoch

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from protocol import PROTOCOL
 from protocol.codec import encode
 from protocol.failures import Code, ExitStatus
 from protocol.from_worker import (
@@ -33,7 +34,6 @@ from protocol.from_worker import (
     Tokenized,
     Up,
 )
-from protocol.minors import MAJOR
 from protocol.prompts import ChatPrompt, Media, TextPrompt, TokensPrompt
 from protocol.sockets import addresses
 from protocol.spec import WorkerSpec
@@ -101,7 +101,7 @@ def test_a_worker_says_hello_then_loads_then_is_ready(run_dir: Path, model_folde
         ready = gateway.ready()
         hello, *loading = gateway.seen[: gateway.seen.index(ready)]
         assert isinstance(hello, Hello)
-        assert (hello.worker, hello.epoch, hello.proto_major, hello.state) == ("test", 3, MAJOR, "loading")
+        assert (hello.worker, hello.epoch, hello.protocol, hello.state) == ("test", 3, PROTOCOL, "loading")
         assert hello.pid == gateway.process.pid
         # It is introduced once unasked, and once to the gateway that welcomes it.
         assert [message for message in loading if not isinstance(message, Loading)] == [hello]

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from protocol import __version__, codec, sockets
+from protocol import PROTOCOL, __version__, codec, sockets
 from protocol.failures import Code, Failure
 from protocol.from_worker import (
     Accepted,
@@ -40,7 +40,6 @@ from protocol.from_worker import (
     Up,
     Usage,
 )
-from protocol.minors import MAJOR, MINOR
 from protocol.model_info import AdapterInfo
 from protocol.prompts import ChatPrompt, Prompt, TextPrompt
 from protocol.spec import WorkerSpec
@@ -233,7 +232,7 @@ class Scripted:
                 self.send(Step(self.epoch - 1, 1, ghosts))
                 self.send(Ready(self.epoch - 1, "ghost", 1, 1, 1, 1, 0.0))
             case ["twin"]:
-                twin = Hello(self.spec.name, self.epoch, os.getpid() + 1, MAJOR, MINOR, __version__, "", "ready")
+                twin = Hello(self.spec.name, self.epoch, os.getpid() + 1, PROTOCOL, 0, __version__, "", "ready")
                 self.send(twin)
                 self.send(msgspec.structs.replace(twin, epoch=self.epoch + 1000))
             case _:
@@ -292,7 +291,7 @@ class Scripted:
 
     def hello(self) -> Hello:
         state = "ready" if self.is_ready else "loading"
-        return Hello(self.spec.name, self.epoch, os.getpid(), self.options.major, MINOR, __version__, "", state)
+        return Hello(self.spec.name, self.epoch, os.getpid(), self.options.protocol, 0, __version__, "", state)
 
     def ready(self) -> Ready:
         return Ready(self.epoch, self.spec.path, 1 << 20, self.spec.max_running or 16, 4096, 0, self.options.load_s)
@@ -341,7 +340,7 @@ def main(kind: type[Scripted] = Scripted) -> int:
     parser.add_argument("--adapters-at-drain", action="store_true", help="loaded only when it is told to drain")
     parser.add_argument("--ignore-sigterm", action="store_true", help="and Shutdown")
     parser.add_argument("--epoch-offset", type=int, default=0, help="claim another epoch")
-    parser.add_argument("--major", type=int, default=MAJOR, help="claim another protocol")
+    parser.add_argument("--protocol", type=int, default=PROTOCOL, help="claim another number")
     options = parser.parse_args()
     spec = msgspec.json.decode(options.spec, type=WorkerSpec)
     if options.ignore_sigterm:

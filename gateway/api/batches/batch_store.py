@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from gateway.api.batches.batch_folder import DATA, BatchFolder
-from gateway.api.batches.records import StoredBatch, StoredFile
+from gateway.api.batches.records import RECORD_AGE_S, StoredBatch, StoredFile
 from gateway.config.settings import BatchesConfig
 from gateway.disk import SYSTEM_DISK, Disk
 from gateway.errors import ApiError, BadRequest, Unavailable
@@ -191,9 +191,8 @@ class BatchStore:
 
     def expired(self, now: float) -> Iterable[str]:
         """Return the ids of files and of ended batches whose time is over."""
-        age_s = self._settings().age_s
-        files = (file.id for file in self.files.values() if now >= (file.expires or file.created + age_s))
-        ended = (each for each in self.batches.values() if each.has_ended and now >= each.created + age_s)
+        files = (file.id for file in self.files.values() if now >= (file.expires or file.created + RECORD_AGE_S))
+        ended = (each for each in self.batches.values() if each.has_ended and now >= each.created + RECORD_AGE_S)
         return [*files, *(batch.id for batch in ended)]
 
     def _add(self, record: StoredFile | StoredBatch, size_bytes: int) -> None:

@@ -29,11 +29,13 @@ class Batches:
         make_thread: MakeThread = single_thread,
         disk: Disk = SYSTEM_DISK,
     ) -> None:
-        settings, keyring = lambda: services.config.batches, services.keyring
-        self._store = store = BatchStore(config.batches_dir, settings, lambda: keyring.has_others, make_thread, disk)
+        keyring = services.keyring
+        self._store = store = BatchStore(
+            config.batches_dir, lambda: services.config.batches, lambda: keyring.has_others, make_thread, disk
+        )
         self._wall = wall
         self._runner = runner = BatchRunner(services, store, services.batch_gate, wall)
-        self.files = FileEndpoints(store, lambda: settings().age_s, runner.wake, wall)
+        self.files = FileEndpoints(store, runner.wake, wall)
         self.openai = OpenAIBatches(services, store, runner, wall)
         self.anthropic = MessageBatches(services, store, runner, wall)
 

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api.batches.batch_store import BatchStore
 from gateway.api.batches.paging import BINARY, limit_of, page_after, path_id, send_content
-from gateway.api.batches.records import FILE_PREFIX, StoredFile, new_name
+from gateway.api.batches.records import FILE_PREFIX, RECORD_AGE_S, StoredFile, new_name
 from gateway.api.batches.upload import FIELD, UploadedContent, receive_form
 from gateway.api.common.decode import converted
 from gateway.api.common.doc_hints import shape, words
@@ -72,12 +72,10 @@ class FileEndpoints:
     def __init__(
         self,
         store: BatchStore,
-        age_s: Callable[[], float],
         on_upload: Callable[[], None],
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
-        self._age_s = age_s
         self._on_upload = on_upload
         self._wall = wall
 
@@ -143,7 +141,7 @@ class FileEndpoints:
             id=file.id,
             bytes=file.size_bytes,
             created_at=int(file.created),
-            expires_at=int(file.expires or file.created + self._age_s()),
+            expires_at=int(file.expires or file.created + RECORD_AGE_S),
             filename=file.filename,
             purpose=file.purpose,
         )

@@ -11,6 +11,8 @@ Status = Literal["validating", "failed", "in_progress", "finalizing", "completed
 Outcome = Literal["succeeded", "errored", "canceled", "expired"]
 Purpose = Literal["batch", "batch_output"]
 
+# Files without an expiry of their own, and batches that have ended, are deleted after this time.
+RECORD_AGE_S: Final = 30 * 86400.0
 ENDED: Final = frozenset[Status]({"failed", "completed", "expired", "cancelled"})
 FILE_PREFIX: Final = "file-"
 OPENAI_PREFIX: Final = "batch_"

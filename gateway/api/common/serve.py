@@ -152,7 +152,7 @@ def begin_reading(
     if unknown:
         services.metrics.model(model.name).ignored_fields += len(unknown)
     caller = record.caller
-    services.admission.check(model, sequences, caller.queue_share or services.config.server.queue_share)
+    services.admission.check(model, sequences, caller.queue_share)
     if caller.meter is not None:
         caller.meter.check(sequences)
     return model
@@ -279,7 +279,7 @@ async def call_worker(
 ) -> Tokenized:
     """Send a tokenize or detokenize call of about `estimate` tokens to the model's worker. Raises `ApiError`."""
     caller = record.caller
-    share = caller.queue_share or services.config.server.queue_share
+    share = caller.queue_share
     with ExitStack() as held:
         held.enter_context(services.admission.tokenize_call(model, caller.key, share))
         charge = None if caller.meter is None else held.enter_context(caller.meter.tokenize_call(estimate))
@@ -297,10 +297,7 @@ async def _answer(
         async with asyncio.timeout(services.config.server.queue_timeout_s or None):
             worker = await services.pool.ensure_ready(model.name)
             check(model.name, model.path, worker.ready, record.media)
-            call = make_call(services.link.next_rid())
-            if (refusal := worker.incarnation.call_refusal(call)) is not None:
-                raise from_failure(refusal)
-            answer = await services.link.call(worker.epoch, call)
+            answer = await services.link.call(worker.epoch, make_call(services.link.next_rid()))
             assert isinstance(answer, Tokenized)
             return answer
     except (ModelUnavailable, CallRefused) as error:

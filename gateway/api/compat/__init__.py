@@ -1,1 +1,1 @@
-"""Endpoints of other servers, for their clients: LM Studio, llama.cpp, Ollama's lists, vLLM's scores and tokenizing."""
+"""Endpoints of other servers, for their clients: llama.cpp, Ollama's lists, vLLM's scores and tokenizing."""

@@ -46,7 +46,7 @@ async def load_or_unload(
 
 async def _load(services: Services, record: RequestRecord, model: ModelConfig) -> None:
     caller, queue_s = record.caller, services.config.server.queue_timeout_s
-    share = caller.queue_share or services.config.server.queue_share
+    share = caller.queue_share
     with ExitStack() as held:
         held.enter_context(services.admission.lease(model, 1, caller.key, share))
         held.enter_context(services.pool.lease(model.name))

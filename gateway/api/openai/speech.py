@@ -31,6 +31,9 @@ FORMATS: Final = {
     "wav": b"audio/wav",
     "pcm": b"audio/pcm",
 }
+INPUT_CHARS_MAX: Final = 4096
+# Maximum duration of the speech of one request.
+SPEECH_MAX_S: Final = 900.0
 STREAMS: Final = ("audio", "sse")
 # An audio file cannot contain an error. The status is therefore sent only with the file's first bytes, so that a
 # refusal can have an error status.
@@ -86,7 +89,7 @@ class SpeechEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
         request, unknown = await serve.read(services, record, scope, receive, _schema.decode)
-        format = _checked(request, services.config.audio.max_input)
+        format = _checked(request, INPUT_CHARS_MAX)
         model, seed = serve.begin(services, record, request.model, True, request.seed, unknown)
         job = await serve.prepare(
             services,
@@ -100,7 +103,7 @@ class SpeechEndpoint:
                     speed=1.0 if request.speed is None else request.speed,
                     format=format,
                     instructions=request.instructions or "",
-                    most_s=services.config.audio.max_speech_s,
+                    most_s=SPEECH_MAX_S,
                 ),
                 Sampling(seed=seed),
                 deadline_ms=ms,

@@ -38,7 +38,7 @@ from gateway.api.responses.response_socket import ResponseSockets
 from gateway.api.responses.resumption import Resumption
 from gateway.api.responses.retrieval import Retrieval
 from gateway.api.responses.socket_turn import SocketTurn, turn_of
-from gateway.api.responses.store import Store
+from gateway.api.responses.store import STORE_AGE_S, Store
 from gateway.api.responses.tools import Toolbox, toolbox
 from gateway.config.settings import Config, ModelConfig, ServerConfig
 from gateway.disk import SYSTEM_DISK, Disk
@@ -80,7 +80,7 @@ class Responses:
         self._store = Store(
             config.store_path,
             server.response_store_bytes,
-            server.response_store_age_s,
+            STORE_AGE_S,
             problems=problems,
             make_thread=make_thread,
             disk=disk,
@@ -125,7 +125,7 @@ class Responses:
 
     def apply(self, server: ServerConfig) -> None:
         """Apply the limits of this configuration."""
-        self._store.limit(server.response_store_bytes, server.response_store_age_s)
+        self._store.limit(server.response_store_bytes, STORE_AGE_S)
 
     def close(self) -> None:
         """Finish writing to the disk. No method may be called after this."""

@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 # Maximum number of calls, and maximum size of responses, that wait for the disk. Beyond that, responses are not stored
 # and reads are refused.
+# A stored response that is not used for this long is deleted.
+STORE_AGE_S: Final = 30 * 86400.0
 PENDING_MAX: Final = 512
 PENDING_BYTES_MAX: Final = 128 * 1024 * 1024
 

@@ -37,7 +37,7 @@ AGENT_CONFIG: Final = '[server]\nport = 0\n[models.demo]\npath = "demo"\n'
 
 Gather = Callable[[Trial], None]
 
-# Longer than `disk_min_tokens` of the demo model.
+# Longer than `DISK_MIN_TOKENS`, below which prefixes stay in memory.
 _LONG_PROMPT: Final = "The lighthouse keeper counted ships, and wrote a line about each of them. " * 60
 # A few thousand tokens short of the demo model's context.
 _WATCHDOG_PROMPT: Final = _LONG_PROMPT * 22

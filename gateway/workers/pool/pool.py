@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from gateway.config.experimental import experiments_of
 from gateway.config.settings import Config, ModelConfig
 from gateway.config.worker_spec import loads_alike, worker_spec
 from gateway.disk import SYSTEM_DISK, Disk
@@ -121,6 +122,9 @@ class Pool:
 
     def _on_state(self, name: str, state: State) -> None:
         self._broker.on_state(name, state)
+        if state is State.LOADING and (model := self._config.models.get(name)) is not None:
+            for experiment in experiments_of(self._config.server, model):
+                log.info("model %s uses an experimental feature: %s", name, experiment)
         if self.on_state is not None:
             self.on_state(name, state)
 

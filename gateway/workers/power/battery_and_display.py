@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from gateway.config.settings import CAN_SEE_DESKTOP, Desktop
 from gateway.workers.supervisor.handle import WorkerHandle
 from gateway.workers.supervisor.state import State
-from protocol.minors import SET_PACE_MINOR
 from protocol.to_worker import SetPace
 
 log = logging.getLogger(__name__)
@@ -179,7 +178,7 @@ class DesktopWatch:
             if epoch == worker.epoch:
                 before = sent
             own = command if may_keep_warm or worker.name not in warm else replace(command, may_keep_warm=False)
-            if before != own and worker.incarnation.minor >= SET_PACE_MINOR and worker.incarnation.send(own):
+            if before != own and worker.incarnation.send(own):
                 self._sent[worker.name] = worker.epoch, own
 
 

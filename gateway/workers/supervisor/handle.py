@@ -109,11 +109,11 @@ class WorkerHandle:
         )
 
     def refusal(self, request: Generate) -> Failure | None:
-        """Return the reason to refuse a request (short memory, a field unknown to this worker, quarantine), or None."""
+        """Return the reason to refuse a request (short memory, quarantine), or None."""
         if (overload := self.incarnation.overload) is not None:
             self._events.memory_refused(self.name)
             return overload
-        return self.incarnation.refusal(request) or self.parked.refusal(request)
+        return self.parked.refusal(request)
 
     # -- commands ------------------------------------------------------------------------------------------------------
 

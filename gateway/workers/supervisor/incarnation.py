@@ -16,21 +16,18 @@ from gateway.workers.supervisor.exits import Verdict, WorkerExit
 from gateway.workers.supervisor.ports import Effects, WorkerPort
 from gateway.workers.supervisor.ranks import RankGroup
 from gateway.workers.supervisor.state import ModelUnavailable
+from protocol import PROTOCOL
 from protocol.failures import Code, Failure
 from protocol.from_worker import AdaptersSet, Goodbye, Hello, Loading, Ready
-from protocol.minors import MAJOR, MINOR, SET_ADAPTERS_MINOR, unknown_field, unknown_part
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
 from protocol.to_worker import (
-    Detokenize,
     Down,
     Drain,
     Dump,
-    Generate,
     SetAdapters,
     SetLogLevel,
     Shutdown,
-    Tokenize,
     Welcome,
 )
 
@@ -63,8 +60,6 @@ class Incarnation:
         self.ready_at = 0.0
         self.goodbye: Goodbye | None = None
         self.hello: Hello | None = None
-        # Whether a request was refused because this worker's protocol minor version is too old for it.
-        self.is_too_old = False
         # Reason why the gateway ended the worker, if the worker was at fault.
         self.fault: Failure | None = None
         # Whether a restart, a changed specification or a recycling has ordered the replacement of this process.
@@ -106,11 +101,6 @@ class Incarnation:
     @property
     def is_adopted(self) -> bool:
         return self.process is not None and self.process.is_adopted
-
-    @property
-    def minor(self) -> int:
-        """Minor version of the worker's protocol."""
-        return MINOR if self.hello is None else self.hello.proto_minor
 
     @property
     def is_unreachable(self) -> bool:
@@ -204,17 +194,16 @@ class Incarnation:
         return False
 
     def protocol_fault(self, hello: Hello) -> Failure | None:
-        """Return the failure of a worker that speaks another major version of the protocol.
+        """Return the failure of a worker that speaks another version of the protocol.
 
         Returns None for an adopted worker: a gateway before an upgrade started it, so it is replaced and not reported
         as failed.
         """
-        theirs, ours = f"{hello.proto_major}.{hello.proto_minor}", f"{MAJOR}.{MINOR}"
         if self.is_adopted:
-            log.info("replacing worker %s: it speaks protocol %s, not %s", self, theirs, ours)
+            log.info("replacing worker %s: it speaks protocol %d, not %d", self, hello.protocol, PROTOCOL)
             self.has_successor = True
             return None
-        why = f"the worker of '{self.name}' speaks protocol {theirs} and the gateway {ours}; reinstall mlxd"
+        why = f"the worker of '{self.name}' speaks protocol {hello.protocol} and the gateway {PROTOCOL}; reinstall mlxd"
         return Failure(Code.INCOMPATIBLE, why)
 
     def load_timeout_fault(self, load_timeout_s: float) -> Failure | None:
@@ -282,33 +271,12 @@ class Incarnation:
             self.set_adapters(spec.adapters)
 
     def set_adapters(self, adapters: tuple[tuple[str, str], ...]) -> None:
-        """Set the adapters. A worker too old for this message is replaced when a request names a new adapter."""
-        if self.ready is not None and self.minor >= SET_ADAPTERS_MINOR:
+        if self.ready is not None:
             self.send(SetAdapters(0, adapters))
 
     def detach(self) -> None:
         """Drop further messages of the worker, and park its unfinished sequences."""
         self._link.detach(self.epoch)
-
-    def refusal(self, request: Generate) -> Failure | None:
-        """Return the reason to refuse a request with a field that this worker's version would ignore, or None."""
-        return self._version_refusal(unknown_field(request, self.minor) if self.minor < MINOR else None)
-
-    def call_refusal(self, request: Tokenize | Detokenize) -> Failure | None:
-        """Return the reason to refuse a call with a prompt part that this worker's version would ignore, or None."""
-        if self.minor >= MINOR or isinstance(request, Detokenize):
-            return None
-        return self._version_refusal(unknown_part(request.prompt, self.minor))
-
-    def _version_refusal(self, field: str | None) -> Failure | None:
-        if field is None:
-            return None
-        self.is_too_old = True
-        message = (
-            f"the worker of model '{self.name}' was started by an earlier version of mlxd, which does not know "
-            f"{field}; it is replaced once it is idle: try again later, or restart the model"
-        )
-        return Failure(Code.INCOMPATIBLE, message)
 
     # -- end -----------------------------------------------------------------------------------------------------------
 
@@ -358,7 +326,7 @@ class Incarnation:
         self._post(inbox.ProcessExited(self.epoch, status))
 
     async def _greet(self) -> None:
-        welcome = Welcome(MINOR, self._link.boot, self._limits.heartbeat_s)
+        welcome = Welcome(PROTOCOL, self._link.boot, self._limits.heartbeat_s)
         deadline = self._effects.now() + self._limits.greet_s
         while not (is_sent := self.send(welcome)) and self._effects.now() < deadline:
             await self._effects.sleep(GREET_RETRY_S)

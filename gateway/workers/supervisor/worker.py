@@ -21,9 +21,9 @@ from gateway.workers.supervisor.inbox import CommandKind, EventKind, Waiter
 from gateway.workers.supervisor.incarnation import Incarnation
 from gateway.workers.supervisor.ports import Effects
 from gateway.workers.supervisor.state import SHUTTING_DOWN, State
+from protocol import PROTOCOL
 from protocol.failures import Code, Failure
 from protocol.from_worker import AdaptersSet, Drained, Goodbye, Hello, Loading, Pong, Ready
-from protocol.minors import MAJOR
 from protocol.run_clock import RunClock
 from protocol.spec import WorkerSpec
 from protocol.to_worker import Drain
@@ -254,7 +254,7 @@ class Worker(WorkerHandle):
         incarnation = self.incarnation
         if not incarnation.is_sender_of(hello):
             return
-        if hello.proto_major != MAJOR:
+        if hello.protocol != PROTOCOL:
             self._terminate(incarnation.protocol_fault(hello))
         elif self.state is State.STARTING:
             incarnation.hello = hello
@@ -300,10 +300,6 @@ class Worker(WorkerHandle):
         is_late = age_s > self._limits.step_s
         if is_late and self.state in (State.READY, State.DRAINING):
             self._abort(f"its newest step is {age_s:.0f} s old")
-        is_idle = not pong.stats.running and not pong.stats.waiting
-        if self.incarnation.is_too_old and is_idle and self.state is State.READY:
-            log.info("replacing worker %s: requests need a later version of it", self.incarnation)
-            self._replace()
 
     def _on_heartbeat(self) -> None:
         silence_s = self._run_clock.look() - self._answered_at

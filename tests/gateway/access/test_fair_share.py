@@ -42,17 +42,17 @@ async def test_one_keys_sequences_never_fill_the_queue_for_another(tmp_path: Pat
 
 async def test_the_only_key_has_the_whole_queue_and_a_key_may_have_a_share_of_its_own(tmp_path: Path) -> None:
     only = make(tmp_path, "only", queue_share=10)
-    async with running(tmp_path, [], [MODEL], ServerConfig(queue_share=25)) as gateway:
+    async with running(tmp_path, [], [MODEL], ServerConfig()) as gateway:
         assert (await complete(gateway, only, 40))[0] == 200
         other = make(tmp_path, "other")
         assert "at most 4" in (await complete(gateway, only, 40))[1]
-        assert "at most 10" in (await complete(gateway, other, 40))[1]
+        assert "at most 20" in (await complete(gateway, other, 40))[1]
 
 
 async def test_a_key_that_only_reads_metrics_takes_no_share_of_a_queue(tmp_path: Path) -> None:
     only = make(tmp_path, "only")
     make(tmp_path, "prometheus", is_metrics_only=True)
-    async with running(tmp_path, [], [MODEL], ServerConfig(queue_share=25)) as gateway:
+    async with running(tmp_path, [], [MODEL], ServerConfig()) as gateway:
         assert (await complete(gateway, only, 30))[0] == 200
 
 

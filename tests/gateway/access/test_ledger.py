@@ -49,7 +49,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def open_ledger(tmp_path: Path, clock: Clock) -> Callable[[], Ledger]:
-    return lambda: Ledger(tmp_path / "usage", lambda: BERLIN, lambda: 3, clock)
+    return lambda: Ledger(tmp_path / "usage", lambda: BERLIN, 3, clock)
 
 
 # -- usage -----------------------------------------------------------------------------------------------------------

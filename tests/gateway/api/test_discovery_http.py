@@ -1,4 +1,4 @@
-"""Context and shape of models, where clients of llama.cpp and LM Studio look for them."""
+"""Context and shape of models, where clients of llama.cpp look for them."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -21,7 +21,6 @@ MODELS = (
     ModelConfig(name="m", path="demo", aliases=("gpt-4o",), context=2048, profiles={"brief": ProfileConfig()}),
     ModelConfig(name="gone", path="nobody/not-here", max_running=3),
 )
-LISTS = {"/v1/models": "data", "/api/v0/models": "data", "/api/v1/models": "models"}
 
 
 @pytest.fixture
@@ -77,36 +76,6 @@ async def test_a_card_tells_how_far_a_load_has_come_without_a_session(tmp_path: 
     assert card["load"].keys() == {"stage", "loaded_bytes", "total_bytes"}
 
 
-async def test_lists_in_lm_studios_forms_say_what_is_loaded(gateway: Gateway) -> None:
-    before, old = await get(gateway, "/api/v1/models"), await get(gateway, "/api/v0/models")
-    assert [model["loaded_instances"] for model in before["models"]] == [[], [], []]
-    assert [model["state"] for model in old["data"]] == ["not-loaded"] * 3
-    assert old["data"][0]["max_context_length"] == before["models"][0]["max_context_length"] == 2048
-    assert old["data"][2] == {
-        "id": "gone",
-        "object": "model",
-        "type": "llm",
-        "compatibility_type": "mlx",
-        "state": "not-loaded",
-        "publisher": "nobody",
-        "capabilities": [],
-    }
-
-    assert (await gateway.client.post("/v1/chat/completions", json=chat())).status_code == 200
-    served = (await get(gateway, "/v1/models"))["data"][0]["context_length"]
-    loaded, old = (await get(gateway, "/api/v1/models"))["models"][0], (await get(gateway, "/api/v0/models"))["data"][0]
-    assert loaded["loaded_instances"] == [{"id": "m", "config": {"context_length": served}}]
-    assert (loaded["key"], loaded["architecture"], loaded["quantization"]) == ("m", "qwen3", None)
-    assert loaded["capabilities"] == {"vision": False, "trained_for_tool_use": True}
-    assert (old["state"], old["loaded_context_length"], old["capabilities"]) == ("loaded", served, ["tool_use"])
-    assert "publisher" not in old
-
-    await gateway.pool.unload("m")
-    old = (await get(gateway, "/api/v0/models"))["data"][0]
-    assert (old["state"], "loaded_context_length" in old) == ("not-loaded", False)
-    assert (await get(gateway, "/api/v1/models"))["models"][0]["loaded_instances"] == []
-
-
 async def test_props_are_of_the_model_that_is_asked_for_by_any_of_its_names(gateway: Gateway) -> None:
     for name in ("m", "gpt-4o"):
         props = await get(gateway, f"/props?model={name}")
@@ -128,10 +97,8 @@ async def test_a_key_sees_its_models_only_and_props_need_no_name_where_there_is_
     key = Key(name="k", prefix="", salt="", hash="", models=("gone",))
     secret = KeyFile(tmp_path / "keys" / "keys.json").create(key)[1]
     async with running(tmp_path, models=MODELS, server=ServerConfig(default="m")) as gateway:
-        for path, field in LISTS.items():
-            listed = (await get(gateway, path, secret))[field]
-            assert [model.get("id") or model["key"] for model in listed] == ["gone"], path
-            assert (await gateway.client.get(path)).status_code == 401
+        assert [card["id"] for card in (await get(gateway, "/v1/models", secret))["data"]] == ["gone"]
+        assert (await gateway.client.get("/v1/models")).status_code == 401
         assert (await get(gateway, "/props", secret))["model_alias"] == "gone"
         refused = await gateway.client.get("/props?model=gpt-4o", headers={"x-api-key": secret})
         assert refused.status_code == 404

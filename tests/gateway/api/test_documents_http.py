@@ -283,8 +283,8 @@ async def test_a_reader_that_crashes_refuses_its_request_only(
 
 async def test_pages_are_counted_in_the_memory_for_media() -> None:
     with short_home() as home:
-        media = MediaConfig(in_flight_bytes=10_000)
-        async with running(home, worker="seeing", media=media) as small:
+        async with running(home, worker="seeing") as small:
+            small.app.services.media.limit_bytes = 10_000
             await small.client.post("/v1/chat/completions", json={"model": "m", "messages": [user("x")]})
             body = {"model": "m", "messages": [user(chat_file(SCAN))]}
             status, code, _ = error(await small.client.post("/v1/chat/completions", json=body))

@@ -349,8 +349,8 @@ async def test_a_text_model_refuses_media_by_their_path_also_before_it_is_loaded
 
 
 async def test_bytes_of_media_are_bounded_over_all_requests(tmp_path: Path) -> None:
-    media = MediaConfig(in_flight_bytes=2048)
-    async with running(tmp_path, worker="seeing", media=media) as gateway:
+    async with running(tmp_path, worker="seeing") as gateway:
+        gateway.app.services.media.limit_bytes = 2048
         assert (await refusal(gateway, chat_image(bytes(1025)), chat_image(bytes(1025))))[:2] == (
             503,
             "media_memory_full",

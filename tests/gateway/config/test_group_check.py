@@ -136,5 +136,5 @@ def test_a_cable_that_is_missing_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("table", ['[node]\nlisten = "10.0.0.1:8486"', '[nodes.studio2]\nkey = "keys/studio2.public"'])
 def test_the_tables_of_agents_are_refused_with_the_page_that_tells_of_ssh(table: str, tmp_path: Path) -> None:
     (tmp_path / "mlxd.toml").write_text(f"[models.m]\n{table}\n")
-    with pytest.raises(ConfigError, match=r"mlxd.toml:2: \[nodes?\]: ranks .* over ssh.*docs/groups\.md"):
+    with pytest.raises(ConfigError, match=r"mlxd.toml:2: \[nodes?\] is gone: ranks .* over ssh.*docs/groups\.md"):
         load_config(tmp_path, has_keys=lambda _: True)

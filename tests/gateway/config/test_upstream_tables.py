@@ -51,5 +51,5 @@ def test_what_cannot_be_an_upstream_is_an_error_with_its_line(tmp_path: Path, up
 
 def test_peers_are_refused_with_the_page_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "mlxd.toml").write_text('[models.m]\n[peers.b]\nurl = "https://a"\n')
-    with pytest.raises(ConfigError, match=r"mlxd.toml:2: \[peers\]: .*docs/fleet\.md"):
+    with pytest.raises(ConfigError, match=r"mlxd.toml:2: \[peers\] is gone: .*docs/fleet\.md"):
         load_config(tmp_path, has_keys=has_keys)

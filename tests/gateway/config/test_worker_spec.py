@@ -28,8 +28,9 @@ from protocol.spec import WorkerSpec
 from tests.support.machine import Recorder
 from tests.support.pool import short_home
 
-# Of one start, not of the settings: `epoch`, `memory_bytes` and `rank`; and how long a worker outlives its gateway.
-UNSET = {"epoch", "down", "up", "memory_bytes", "rank", "orphan_grace_s", "orphan_max_s"}
+# Without a setting: `media_pixels`. Of one start: `epoch`, `memory_bytes` and `rank`, and how long a worker outlives
+# its gateway.
+UNSET = {"epoch", "down", "up", "memory_bytes", "rank", "orphan_grace_s", "orphan_max_s", "media_pixels"}
 MODEL = ModelConfig(
     name="m",
     path="p",
@@ -48,7 +49,7 @@ MODEL = ModelConfig(
     trust_remote_code=True,
     parser="hermes",
     chat_template="{{ 1 }}",
-    cache=CacheConfig(1 << 30, 1 << 31, 7),
+    cache=CacheConfig(1 << 30, 1 << 31),
     kv_bytes=1 << 29,
     kv_bits=8,
     log_level="debug",
@@ -63,7 +64,7 @@ MODEL = ModelConfig(
 def config() -> Iterator[Config]:
     """Settings of which each differs from its default as far as a worker is told of it."""
     with short_home() as home:
-        media = MediaConfig(max_size_bytes=2048, max_count=3, max_pixels=4096)
+        media = MediaConfig(max_size_bytes=2048, max_count=3)
         yield Config(home, ServerConfig(), {"m": MODEL}, home / "mlxd.toml", media=media)
 
 

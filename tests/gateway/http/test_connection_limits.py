@@ -70,7 +70,7 @@ async def peers(gateway: Gateway, count: int, address: str = "127.0.0.1") -> Asy
 
 async def test_the_longest_idle_connection_gives_way_to_a_new_one(tmp_path: Path) -> None:
     async with (
-        running(tmp_path, server=ServerConfig(max_connections=3, max_connections_per_address=3)) as gateway,
+        running(tmp_path, server=ServerConfig(max_connections=3), address_part=1) as gateway,
         peers(gateway, 3) as (first, second, third),
     ):
         # It is idle from now on, and not from when it connected.
@@ -85,8 +85,8 @@ async def test_the_longest_idle_connection_gives_way_to_a_new_one(tmp_path: Path
 
 
 async def test_a_connection_with_a_request_never_gives_way_and_the_new_one_is_told(tmp_path: Path) -> None:
-    server = ServerConfig(max_connections=2, max_connections_per_address=2)
-    async with running(tmp_path, ["--step-ms", "5"], server=server) as gateway:
+    server = ServerConfig(max_connections=2)
+    async with running(tmp_path, ["--step-ms", "5"], server=server, address_part=1) as gateway:
         async with peers(gateway, 2) as streams:
             for stream in streams:
                 assert b" 200 " in await stream.ask(STREAM)
@@ -109,9 +109,9 @@ async def test_a_connection_with_a_request_never_gives_way_and_the_new_one_is_to
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8")
 async def test_one_address_that_has_all_that_it_may_have_takes_nothing_from_another(tmp_path: Path) -> None:
-    server = ServerConfig(max_connections=10, max_connections_per_address=2)
+    server = ServerConfig(max_connections=10)
     async with (
-        running(tmp_path, ["--step-ms", "5"], server=server) as gateway,
+        running(tmp_path, ["--step-ms", "5"], server=server, address_part=0.2) as gateway,
         peers(gateway, 1, "127.0.0.3") as (other,),
         peers(gateway, 2, "127.0.0.2") as (first, second),
     ):
@@ -127,8 +127,8 @@ async def test_one_address_that_has_all_that_it_may_have_takes_nothing_from_anot
 
 
 async def test_a_client_that_takes_its_answer_very_slowly_gives_way(tmp_path: Path) -> None:
-    server = ServerConfig(max_connections=1, max_connections_per_address=1, write_timeout_s=patient(2))
-    async with running(tmp_path, server=server) as gateway:
+    server = ServerConfig(max_connections=1, write_timeout_s=patient(2))
+    async with running(tmp_path, server=server, address_part=1) as gateway:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.setblocking(False)
@@ -176,7 +176,7 @@ async def test_two_reasons_to_drop_a_connection_drop_and_count_it_once() -> None
 
 
 async def test_all_addresses_of_a_machine_with_ipv6_are_one() -> None:
-    connections = public_connections(live(max_connections_per_address=2), Metrics(), 4096)
+    connections = public_connections(live(max_connections=4), Metrics(), 4096)
     mine = [Idle() for _ in range(3)]
     for number, connection in enumerate(mine):
         assert connections.admit(connection, f"2001:db8:1:2::{number}")
@@ -188,7 +188,7 @@ async def test_all_addresses_of_a_machine_with_ipv6_are_one() -> None:
 
 
 async def test_a_trusted_proxy_may_have_as_many_as_all() -> None:
-    server = live(max_connections=4, max_connections_per_address=2, trusted_proxies=("10.0.0.0/8",))
+    server = live(max_connections=4, trusted_proxies=("10.0.0.0/8",))
     connections = public_connections(server, Metrics(), 4096)
     proxied = [Idle() for _ in range(5)]
     for connection in proxied:

@@ -25,6 +25,7 @@ from gateway.config.load import load_config
 from gateway.config.settings import ConfigError, ServerConfig
 from gateway.ctl.doctor import look as doctor
 from gateway.http.connection import PIPELINED_MAX
+from gateway.http.connection_limits import ADDRESS_PART
 from gateway.reload import Reloader
 from gateway.telemetry.prometheus import Exposition
 from tests.gateway.harness import DEADLINE_S, Gateway, chat, events, running, until
@@ -54,11 +55,16 @@ def authority(tmp_path: Path) -> Authority:
 
 @asynccontextmanager
 async def secured(
-    authority: Authority, *options: str, handshake_s: float = 60.0, **server: Any
+    authority: Authority, *options: str, handshake_s: float = 60.0, address_part: float = ADDRESS_PART, **server: Any
 ) -> AsyncGenerator[Gateway, None]:
     config = ServerConfig(tls=authority.config, **server)
     async with running(
-        authority.folder, options, server=config, handshake_s=handshake_s, verify=authority.client()
+        authority.folder,
+        options,
+        server=config,
+        handshake_s=handshake_s,
+        address_part=address_part,
+        verify=authority.client(),
     ) as gateway:
         yield gateway
 
@@ -173,7 +179,7 @@ async def test_a_handshake_that_does_not_end_is_counted_as_a_connection_and_cut_
 
 
 async def test_handshakes_that_do_not_end_give_way_to_clients(authority: Authority) -> None:
-    async with secured(authority, max_connections=3, max_connections_per_address=3) as gateway:
+    async with secured(authority, max_connections=3, address_part=1) as gateway:
         idle = [await asyncio.open_connection(HOST, gateway.port) for _ in range(3)]
         await until(lambda: gateway.metrics.connections["public"]() == 3)
 

@@ -30,7 +30,7 @@ def test_a_key_has_half_while_there_are_others(limit: int, has_others: bool, sha
 
 
 def test_the_media_of_one_key_leave_room_for_those_of_another() -> None:
-    counted = InFlightBytes(lambda: 512 * MIB, lambda: True)
+    counted = InFlightBytes(lambda: True, 512 * MIB)
     flooding = [lease(counted, "a") for _ in range(5)]
     for each in flooding[:4]:
         each.grow(64 * MIB)
@@ -52,5 +52,5 @@ def test_the_media_of_one_key_leave_room_for_those_of_another() -> None:
 
 
 def test_a_key_alone_may_fill_all_of_it() -> None:
-    counted = InFlightBytes(lambda: 512 * MIB, lambda: False)
+    counted = InFlightBytes(lambda: False, 512 * MIB)
     lease(counted, "").grow(512 * MIB)

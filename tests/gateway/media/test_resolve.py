@@ -48,7 +48,7 @@ async def test_a_stored_medium_is_hashed_once_and_counted_each_time(monkeypatch:
         return digest_of(data)
 
     monkeypatch.setattr(module, "digest_of", counting)
-    lease = InFlightBytes(lambda: 10_000).lease()
+    lease = InFlightBytes(limit_bytes=10_000).lease()
     prompt = prompt_of(*[stored_url(digest_of(DATA))] * 5)
 
     found = await resolve(prompt, MediaReader(MediaConfig(), lease, fetch, at_once, stored))
@@ -67,7 +67,7 @@ async def test_files_that_find_no_room_are_not_all_read(tmp_path: Path) -> None:
         read.append(1)
         return action()
 
-    lease = InFlightBytes(lambda: 2 * len(DATA)).lease()
+    lease = InFlightBytes(limit_bytes=2 * len(DATA)).lease()
     reading = MediaReader(MediaConfig(folders=(str(tmp_path),)), lease, fetch, counting)
 
     with pytest.raises(Unavailable):

@@ -267,14 +267,15 @@ async def test_only_the_newest_captures_stay_also_over_a_restart_and_clear_delet
 
 
 async def test_captures_are_deleted_when_they_are_too_much_too_old_or_no_longer_wanted(tmp_path: Path) -> None:
-    big = ServerConfig(capture=100, capture_max_bytes=64 * 1024)
-    async with running(tmp_path, ["--step-ms", "1"], server=big) as gateway:
+    server = ServerConfig(capture=100)
+    async with running(tmp_path, ["--step-ms", "1"], server=server) as gateway:
+        gateway.app.services.captures.bytes_max = 64 * 1024
         for number in range(4):
             await asker(gateway, user="x " * 12_500)(str(number))
         await kept(gateway, 2)
         assert sum(file.stat().st_size for file in files(tmp_path)) <= 64 * 1024
-    old = ServerConfig(capture=100, capture_age_s=0.0)
-    async with running(tmp_path, server=old) as gateway:
+    async with running(tmp_path, server=server) as gateway:
+        gateway.app.services.captures.age_s = 0.0
         await gateway.app.services.captures.sweep()
         assert files(tmp_path) == []
     async with running(tmp_path, ["--step-ms", "1"], server=ServerConfig(capture=5)) as gateway:
@@ -286,13 +287,13 @@ async def test_captures_are_deleted_when_they_are_too_much_too_old_or_no_longer_
 
 
 async def test_a_clock_that_jumps_forward_deletes_no_capture_until_it_has_stayed_there(tmp_path: Path) -> None:
-    server = ServerConfig(capture=5, capture_age_s=10 * JUMP_S)
+    server = ServerConfig(capture=5)
     async with running(tmp_path, ["--step-ms", "1"], server=server) as gateway:
         await asker(gateway)("one")
         await kept(gateway, 1)
     elapsed_s = 0.0
     clock = WallClock(lambda: time.time() + 1e9, lambda: elapsed_s)
-    captures = Captures(tmp_path / "captures", lambda: server, clock)
+    captures = Captures(tmp_path / "captures", lambda: server, clock, age_s=10 * JUMP_S)
     assert [line.id for line in await captures.lines()] == ["one"]
     elapsed_s += TRUST_S + 1
     assert await captures.lines() == []

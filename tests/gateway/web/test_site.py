@@ -44,8 +44,9 @@ def secret(home: Path) -> str:
 @pytest.fixture(scope="module")
 async def gateway(home: Path, secret: str) -> AsyncGenerator[Gateway, None]:
     """One with a key, which captures requests."""
-    server = ServerConfig(hosts=("studio.local",), capture=10, unauthorized_rpm=0)
+    server = ServerConfig(hosts=("studio.local",), capture=10)
     async with running(home, ["--step-ms", "1"], server=server) as running_gateway:
+        running_gateway.app.services.throttle.per_minute = 1_000_000
         yield running_gateway
 
 

@@ -64,7 +64,7 @@ function Card({ model }) {
         <${Icon} name="warning" />${t.lastFailure}</button>` : null}
     </footer>
     ${(isTold || hasFailed) && model.last_failure ? html`<p class="failure">${model.last_failure}</p>` : null}
-    ${model.lane_reason ? html`<p class="faint note">${model.lane_reason}</p>` : null}
+    ${model.batch_mode_reason ? html`<p class="faint note">${model.batch_mode_reason}</p>` : null}
   </article>`;
 }
 

@@ -15,7 +15,7 @@ import { sessionJson } from "./session.js";
  * @typedef {{name: string, path: string, aliases: string[], state: string, stage: string, loaded_bytes: number, total_bytes: number,
  *   running: number, waiting: number, slots: number, context: number, weights_bytes: number, footprint_bytes: number, share_bytes: number,
  *   kv_bytes: number, restarts: number, is_pinned: boolean, is_gated: boolean, is_waiting: boolean, last_failure: string,
- *   prompt_tokens: number, prompt_tokens_cached: number, generation_tokens: number, retry_after_s: number, lane_reason: string,
+ *   prompt_tokens: number, prompt_tokens_cached: number, generation_tokens: number, retry_after_s: number, batch_mode_reason: string,
  *   tokens_per_s?: number, prompt_tokens_per_s?: number}} LiveModel
  * @typedef {{budget_bytes: number, granted_bytes: number, footprint_bytes: number, waiting: string[]}} Memory
  * @typedef {{id: string, model: string, key: string | null, path: string, stream: boolean, state: string, age_s: number, sequences: number,
@@ -100,7 +100,7 @@ function merged(changed, removed) {
 const blankModel = {
   name: "", path: "", aliases: [], state: "stopped", stage: "", loaded_bytes: 0, total_bytes: 0, running: 0, waiting: 0, slots: 0, context: 0,
   weights_bytes: 0, footprint_bytes: 0, share_bytes: 0, kv_bytes: 0, restarts: 0, is_pinned: false, is_gated: false, is_waiting: false,
-  last_failure: "", prompt_tokens: 0, prompt_tokens_cached: 0, generation_tokens: 0, retry_after_s: 0, lane_reason: "",
+  last_failure: "", prompt_tokens: 0, prompt_tokens_cached: 0, generation_tokens: 0, retry_after_s: 0, batch_mode_reason: "",
 };
 
 /** @param {{event?: string, data: string}} event */

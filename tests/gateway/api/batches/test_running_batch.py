@@ -13,7 +13,7 @@ from gateway.api.batches.batch_store import BatchStore
 from gateway.api.batches.inner_request import InnerAnswer
 from gateway.api.batches.input_lines import scan
 from gateway.api.batches.line_results import served_line
-from gateway.api.batches.records import StoredBatch, StoredFile
+from gateway.api.batches.records import RECORD_AGE_S, StoredBatch, StoredFile
 from gateway.api.batches.running_batch import RunningBatch
 from gateway.config.settings import BatchesConfig
 from gateway.errors import ApiError
@@ -180,13 +180,12 @@ async def test_what_has_no_record_is_deleted_at_the_next_start_and_what_is_unrea
 
 async def test_files_and_ended_batches_expire(tmp_path: Path) -> None:
     made, running = await begun(tmp_path)
-    age_s = BatchesConfig().age_s
 
-    assert list(made.expired(FILE.created + age_s - 1)) == []
-    assert list(made.expired(FILE.created + age_s)) == [FILE.id]
+    assert list(made.expired(FILE.created + RECORD_AGE_S - 1)) == []
+    assert list(made.expired(FILE.created + RECORD_AGE_S)) == [FILE.id]
     running.expire()
     await running.end()
-    assert BATCH.id in made.expired(BATCH.created + age_s)
+    assert BATCH.id in made.expired(BATCH.created + RECORD_AGE_S)
 
 
 async def test_a_batch_on_a_full_disk_keeps_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

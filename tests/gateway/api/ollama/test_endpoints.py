@@ -301,13 +301,6 @@ async def test_a_path_that_is_not_served_is_a_404_in_ollamas_shape(gateway: Gate
     assert (answer.status_code, answer.json()) == (404, {"error": f"Unknown path: {method} {path}."})
 
 
-async def test_lists_of_lm_studio_keep_the_errors_of_openai(gateway: Gateway) -> None:
-    answer = await gateway.client.post("/api/v1/models")
-
-    assert answer.status_code == 405
-    assert answer.json()["error"]["code"] == "method_not_allowed"
-
-
 async def test_the_port_of_ollama_says_that_it_is_running(tmp_path: Path) -> None:
     async with running(tmp_path) as plain:
         assert (await plain.client.get("/")).json()["name"] == "mlxd"

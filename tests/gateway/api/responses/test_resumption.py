@@ -38,7 +38,7 @@ from gateway.api.responses.request import decode_responses
 from gateway.api.responses.response import Response
 from gateway.api.responses.resumption import LOST_EVENTS_MAX, ReplayedResponse, replay
 from gateway.api.responses.tools import toolbox
-from gateway.config.settings import MediaConfig, ModelConfig, ServerConfig
+from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.disk import Disk
 from gateway.errors import Unavailable
 from gateway.media.in_flight_bytes import share_bytes
@@ -538,8 +538,8 @@ async def test_media_of_a_response_that_goes_on_count_for_its_key(tmp_path: Path
         assert reply.status_code == 200, reply.text
         await until(lambda: len(files(tmp_path)) == 1)
     limit = 100 << 20
-    media = MediaConfig(in_flight_bytes=limit)
-    async with running(tmp_path, worker="seeing", options=never, media=media) as gateway:
+    async with running(tmp_path, worker="seeing", options=never) as gateway:
+        gateway.app.services.media.limit_bytes = limit
         await until(lambda: [each.key for each in gateway.app.services.requests.views()] == ["a"])
         for owner, is_full in (("a", True), ("b", False)):
             lease = gateway.app.services.media.lease()

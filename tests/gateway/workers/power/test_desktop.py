@@ -28,7 +28,6 @@ from gateway.workers.power.battery_and_display import (
     thermal_of,
 )
 from gateway.workers.supervisor.state import State
-from protocol.minors import MINOR, SET_PACE_MINOR
 from protocol.spec import WorkerSpec
 from protocol.to_worker import SetPace
 
@@ -134,7 +133,6 @@ class Process:
 
     name: str
     is_adopted: bool = False
-    minor: int = MINOR
     epoch: int = 1
     wire: Wire = field(default_factory=Wire)
 
@@ -190,8 +188,8 @@ async def test_workers_are_told_once_and_again_when_it_changes_and_new_ones_when
     assert watch.duty == 1.0
 
 
-async def test_a_worker_that_could_not_be_reached_is_told_later_and_an_old_one_never() -> None:
-    mac, models = Mac(), [Model("a"), Model("old", minor=SET_PACE_MINOR - 1)]
+async def test_a_worker_that_could_not_be_reached_is_told_later() -> None:
+    mac, models = Mac(), [Model("a")]
     watch, wire = watched(mac, models, [True])
     wire.gone = {"a"}
     await watch.update()

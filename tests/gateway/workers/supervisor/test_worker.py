@@ -8,12 +8,11 @@ from gateway.link.failover import ResumeLimits
 from gateway.link.sequence import PARKED
 from gateway.workers.supervisor.limits import WorkerLimits
 from gateway.workers.supervisor.state import ModelUnavailable, State
+from protocol import PROTOCOL
 from protocol.failures import Code, Failure
 from protocol.from_worker import AdaptersSet, Drained, Goodbye
-from protocol.minors import MINOR
 from protocol.model_info import AdapterInfo
-from protocol.prompts import EmbedPrompt, TextPrompt
-from protocol.to_worker import Detokenize, Drain, Dump, Generate, Sampling, SetAdapters, Shutdown, Tokenize, Welcome
+from protocol.to_worker import Drain, Dump, SetAdapters, Shutdown, Welcome
 from tests.support.machine import FakeProcess, Machine, settle
 from tests.support.scale import patient
 
@@ -47,7 +46,7 @@ async def test_a_worker_is_welcomed_once_with_our_boot() -> None:
         m.hello()
         m.hello()
         await settle()
-        assert m.world.sent == [Welcome(MINOR, 77, 1.0)]
+        assert m.world.sent == [Welcome(PROTOCOL, 77, 1.0)]
 
 
 async def test_a_worker_that_introduces_itself_twice_is_one_worker() -> None:
@@ -182,7 +181,7 @@ async def test_files_that_change_during_the_failed_load_are_tried_again() -> Non
 async def test_a_protocol_mismatch_is_final_and_does_not_loop() -> None:
     async with Machine(is_preload=True) as m:
         waiting = await m.ask()
-        m.hello(major=9)
+        m.hello(protocol=9)
         await settle()
         assert (await unavailable(waiting)).failure.code is Code.INCOMPATIBLE
         await m.crash(0)
@@ -380,24 +379,6 @@ async def test_a_worker_is_told_of_other_adapters_and_what_it_has_is_known_from_
         await settle()
         assert orders(m)[1:] == [SetAdapters(0, (sql, docs)), SetAdapters(0, (sql,))]
         assert (m.worker.state, m.worker.epoch) == (State.READY, 1)
-
-
-async def test_a_worker_of_a_version_without_adapters_is_not_told_of_them_and_replaced_for_one() -> None:
-    async with Machine() as m:
-        m.worker.adopt(FakeProcess(pid=4242, is_adopted=True), 17)
-        adapt(m, ("sql", "/sql"))
-        await settle()
-        m.hello(minor=0)
-        m.ready()
-        m.post(Drained(17, 0))
-        await settle()
-        assert orders(m) == []
-        refused = m.worker.refusal(Generate(1, TextPrompt("hi"), Sampling(), adapter="sql"))
-        assert refused is not None
-        assert refused.code is Code.INCOMPATIBLE
-        m.pong()
-        await settle()
-        assert m.worker.state is State.STOPPING
 
 
 async def test_a_change_that_needs_no_other_worker_waits_for_the_next_one() -> None:
@@ -688,7 +669,7 @@ async def test_an_adopted_worker_is_ready_once_it_has_said_so() -> None:
         process = FakeProcess(pid=4242, is_adopted=True)
         m.worker.adopt(process, 17)
         await settle()
-        assert m.world.sent == [Welcome(MINOR, 77, 1.0)]
+        assert m.world.sent == [Welcome(PROTOCOL, 77, 1.0)]
         waiting = await m.ask()
         for _ in range(2):
             m.hello()
@@ -716,7 +697,7 @@ async def test_an_adopted_worker_whose_ready_arrives_before_it_is_routable_is_ke
         assert m.world.sent == []
         m.world.is_unreachable = False
         await m.world.pass_time(0.1)
-        assert m.world.sent == [Welcome(MINOR, 77, 1.0), Drain(0.0)]
+        assert m.world.sent == [Welcome(PROTOCOL, 77, 1.0), Drain(0.0)]
         m.post(Drained(17, 0))
         await settle()
         assert m.worker.state is State.READY
@@ -742,7 +723,7 @@ async def test_an_adopted_worker_of_another_protocol_is_replaced_by_one_of_ours(
         process = FakeProcess(pid=4242, is_adopted=True)
         m.worker.adopt(process, 17)
         await settle()
-        m.hello(major=9)
+        m.hello(protocol=9)
         await settle()
         assert m.worker.state is State.STOPPING
         process.exit(None)
@@ -777,66 +758,3 @@ async def test_the_death_of_an_adopted_worker_is_a_crash() -> None:
         assert m.events.exits == [255]
         assert m.worker.restart_policy.last_failure is not None
         assert m.worker.restart_policy.last_failure.code is Code.WORKER_DIED
-
-
-async def test_an_adopted_worker_is_given_no_request_of_which_it_would_ignore_a_part() -> None:
-    async with Machine() as m:
-        process = FakeProcess(pid=4242, is_adopted=True)
-        m.worker.adopt(process, 17)
-        await settle()
-        m.hello(minor=0)
-        m.ready()
-        m.post(Drained(17, 0))
-        await settle()
-        plain = Generate(1, TextPrompt("hi"), Sampling(min_p=0.1), stop=("x",), tenant="t")
-        assert m.worker.refusal(plain) is None
-        newer = replace(plain, sampling=Sampling(min_tokens=2))
-        refused = m.worker.refusal(newer)
-        assert refused is not None
-        assert refused.code is Code.INCOMPATIBLE
-        assert "min_tokens" in refused.message
-        assert "restart the model" in refused.message
-
-        # Replaced once it has nothing to do, without a request for it.
-        m.pong(running=1)
-        await settle()
-        assert m.worker.state is State.READY
-        m.pong()
-        await settle()
-        assert m.worker.state is State.STOPPING
-        process.exit(None)
-        await m.world.pass_time(0.1)
-        await m.succeed()
-        assert (m.worker.state, len(m.world.processes)) == (State.READY, 1)
-        assert m.worker.refusal(newer) is None
-        assert m.worker.incarnation.call_refusal(Tokenize(2, EmbedPrompt(("hi",)))) is None
-
-
-async def test_an_adopted_worker_of_an_earlier_minor_stays_while_requests_ask_for_nothing_newer() -> None:
-    async with Machine() as m:
-        m.worker.adopt(FakeProcess(pid=4242, is_adopted=True), 17)
-        await settle()
-        m.hello(minor=0)
-        m.ready()
-        m.post(Drained(17, 0))
-        await settle()
-        assert m.worker.refusal(Generate(1, TextPrompt("hi"), Sampling())) is None
-        assert m.worker.incarnation.call_refusal(Tokenize(2, TextPrompt("hi"))) is None
-        assert m.worker.incarnation.call_refusal(Detokenize(3, (1,))) is None
-        m.pong()
-        await settle()
-        assert m.worker.state is State.READY
-
-
-async def test_a_worker_of_an_earlier_minor_is_asked_no_question_that_it_would_not_understand() -> None:
-    async with Machine() as m:
-        m.worker.adopt(FakeProcess(pid=4242, is_adopted=True), 17)
-        await settle()
-        m.hello(minor=0)
-        m.ready()
-        m.post(Drained(17, 0))
-        await settle()
-        refusal = m.worker.incarnation.call_refusal(Tokenize(2, EmbedPrompt(("hi",))))
-        assert refusal is not None
-        assert refusal.code is Code.INCOMPATIBLE
-        assert "prompts of models that read" in refusal.message

@@ -82,7 +82,7 @@ class Story:
             case "hello":
                 m.hello()
             case "alien":
-                m.hello(major=9)
+                m.hello(protocol=9)
             case "ready":
                 m.ready()
             case "run":
