@@ -49,6 +49,8 @@ def test_verify_proves_the_disk_cache(served: Served, figures: Figures) -> None:
     disk = checks["cache on disk"]
     proved = [name for name, check in checks.items() if not check.get("is_skipped")]
     figures.note("`mlxctl verify`, SmolLM2", f"{len(proved)} checks equal, {disk['cached']} tokens from the disk cache")
+    for name in ("perplexity", "first token"):
+        figures.note(f"`mlxctl verify`, {name}, SmolLM2", checks[name]["measured"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert disk["cached"] > 0
 

@@ -1,5 +1,7 @@
 """`mlxctl verify` finds nothing on an exact model of each cache kind, and finds one that is not exact."""
 
+import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -24,11 +26,12 @@ from worker.embedding.load_model import load_embedding_model
 from worker.start.checked_model import load_checked
 from worker.tools.verify.__main__ import main
 from worker.tools.verify.reader_checks import reader_checks
+from worker.tools.verify.reference import reference_of
 from worker.tools.verify.verifier import Verifier
 
 NAMES = [
-    "alone", "batched", "chunks of 32", "cache in memory", "cache on disk", "preempted", "resumed",
-    "speculated",
+    "alone", "perplexity", "first token", "batched", "chunks of 32", "cache in memory", "cache on disk", "preempted",
+    "resumed", "speculated",
 ]  # fmt: skip
 
 
@@ -43,7 +46,51 @@ def test_every_way_of_running_a_request_gives_its_own_tokens(
     checks = [msgspec.json.decode(line, type=VerifyCheck) for line in capsys.readouterr().out.splitlines()]
     assert [check.name for check in checks] == NAMES
     assert all(check.is_good and check.tokens for check in checks)
-    assert [check.name for check in checks if check.cached] == ["cache in memory", "cache on disk"]
+    assert [check.name for check in checks if check.cached] == [
+        "first token", "cache in memory", "cache on disk",
+    ]  # fmt: skip
+    perplexity, first_token = (check.measured for check in checks[1:3])
+    ours, theirs = re.match(r"([\d.]+), ([\d.]+) by mlx-lm", perplexity).groups()  # type: ignore[union-attr]
+    assert float(ours) == pytest.approx(float(theirs), rel=1e-3)
+    assert re.match(r"[\d.]+ s after \d+ new tokens, [\d.]+ s again$", first_token)
+
+
+def without_a_layer(folder: Path) -> Path:
+    """The same model with the last layer's output halved: what it generates stays equal in every way of running it."""
+    import mlx.core as mx
+
+    weights = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(weights, dict)
+    name = next(name for name in sorted(weights, reverse=True) if name.endswith("down_proj.weight"))
+    other = folder.with_name("other")
+    shutil.copytree(folder, other)
+    mx.save_safetensors(
+        str(other / "model.safetensors"), weights | {name: 4 * weights[name]}, metadata={"format": "mlx"}
+    )
+    return other
+
+
+def test_a_model_that_is_served_unlike_mlx_lm_runs_it_has_a_wrong_perplexity(
+    model_folder: Callable[[str], Path],
+) -> None:
+    folder = model_folder("qwen3")
+    wanted = spec(folder)
+    theirs = reference_of(wanted)
+    assert theirs.perplexity is not None
+    verifier = Verifier(load_checked(spec(without_a_layer(folder)), lambda *_: None), wanted, 4, 8, reference=theirs)
+    check = verifier._perplexity(theirs)  # pyright: ignore[reportPrivateUsage]
+    assert check.is_wrong
+    assert not check.is_good
+
+
+def test_a_model_that_mlx_lm_does_not_run_has_no_perplexity_beside_it(model_folder: Callable[[str], Path]) -> None:
+    folder = model_folder("qwen3").with_name("unheard_of")
+    shutil.copytree(model_folder("qwen3"), folder)
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"qwen3"', '"unheard_of"'))
+    theirs = reference_of(spec(folder))
+    assert theirs.perplexity is None
+    assert "unheard_of" in theirs.reason
 
 
 def test_caches_are_not_verified_of_a_model_that_reuses_no_prefixes(model_folder: Callable[[str], Path]) -> None:
@@ -175,8 +222,9 @@ def test_a_model_that_is_not_exact_in_a_batch_is_found(model_folder: Callable[[s
     wanted = spec(model_folder("qwen3"))
     loaded = load_checked(wanted, lambda *_: None)
     checks = Verifier(replace(loaded, model=Wobbly(loaded.model)), wanted, 4, 32).checks()
-    assert next(checks).is_good
-    batched = next(checks)
+    found = {check.name: check for check in checks}
+    assert found["alone"].is_good
+    batched = found["batched"]
     assert not batched.is_good
     assert batched.differences[0].position < 4
     assert batched.differences[0].margin is not None

@@ -3,6 +3,7 @@
 import gc
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,7 +11,8 @@ import mlx.core as mx
 from mlx_lm.utils import load
 
 from protocol.spec import WorkerSpec
-from worker.model.loader import cast, resolve
+from worker.model.checkpoint_view import CONFIG, checkpoint_view
+from worker.model.loader import cast, folded_config, read_config, resolve
 
 PARAGRAPH: Final = (
     "The lighthouse keeper rose before dawn and climbed the stairs with a can of oil in each hand. For thirty years he "
@@ -26,24 +28,34 @@ PARAGRAPH: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Token ids of the paragraph and its perplexity, by mlx-lm. Without a perplexity there is a `reason`."""
+    """Token ids of the paragraph and its perplexity, by mlx-lm. Without a perplexity there is a `reason`.
+
+    `source` says whose: mlx-lm's classes ignore some keys of config.json, such as a rotary embedding in the form of
+    another version. They then get the configuration as mlxd reads it.
+    """
 
     ids: tuple[int, ...] = ()
     perplexity: float | None = None
     reason: str = ""
+    source: str = "mlx-lm alone"
 
 
 def reference_of(spec: WorkerSpec) -> Reference:
     """Load a model by mlx-lm alone, with the numbers' type of `spec`, run one forward pass, and free the model."""
     try:
-        model, tokenizer = load(
-            str(resolve(spec.path)),
-            tokenizer_config={"trust_remote_code": spec.trust_remote_code},
-            trust_remote_code=spec.trust_remote_code,
-        )[:2]
+        path = resolve(spec.path)
+        config = read_config(path)
+        folded = folded_config(config)
+        with checkpoint_view(path, {CONFIG: folded}) if folded != config else nullcontext(path) as view:
+            model, tokenizer = load(
+                str(view),
+                tokenizer_config={"trust_remote_code": spec.trust_remote_code},
+                trust_remote_code=spec.trust_remote_code,
+            )[:2]
         cast(model, spec.dtype)
         ids = [int(token) for token in tokenizer.encode(PARAGRAPH)]
-        return Reference(tuple(ids), perplexity(_logprobs(model, ids)))
+        source = "mlx-lm alone" if folded == config else "mlx-lm with config.json as mlxd reads it"
+        return Reference(tuple(ids), perplexity(_logprobs(model, ids)), source=source)
     except Exception as error:  # any error of a model that mlx-lm does not run
         return Reference(reason=f"mlx-lm does not run it: {type(error).__name__}: {error}".splitlines()[0][:200])
     finally:

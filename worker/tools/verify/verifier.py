@@ -88,15 +88,15 @@ class Verifier:
 
     def checks(self) -> Generator[VerifyCheck]:
         requests, spec = self._requests, self._spec
-        if self._reference is not None:
-            yield self._perplexity(self._reference)
-        if self._rank_peers is None:
-            yield self._first_token()
         self._alone = self._session(spec).run([[request] for request in requests])
         if failed := next((output.failure for output in self._alone if output.failure is not None), None):
             yield VerifyCheck("alone", len(requests), note=failed.message)
             return
         yield self._compare("alone", self._alone)
+        if self._reference is not None:
+            yield self._perplexity(self._reference)
+        if self._rank_peers is None:
+            yield self._first_token()
         if self._spec.adapters:
             yield self._check_adapters()
         if self._pictured:
@@ -134,7 +134,7 @@ class Verifier:
             "perplexity",
             requests=1,
             tokens=len(reference.ids),
-            measured=f"{ours:.3f}, {reference.perplexity:.3f} by mlx-lm alone",
+            measured=f"{ours:.3f}, {reference.perplexity:.3f} by {reference.source}",
             is_wrong=not ratio <= PERPLEXITY_RATIOS[kind],  # also if it is NaN
         )
 
