@@ -85,21 +85,19 @@ def constrain(axes: Any, run: Table) -> None:
 
 
 def traffic(axes: Any, run: Table) -> None:
-    """Draw tokens per second by the number of clients in a closed loop; requests have 40 to 1,200 tokens and get 30 to
-    300.
-    """
-    rows = [row for row in run.rows if row[0] == "uniform" and row[1].isdigit()]
-    clients = sorted({row[1] for row in rows}, key=int)
+    """Draw tokens per second by list of requests and number of clients in a closed loop."""
+    rows = [row for row in run.rows if row[1].isdigit()]
+    loads = sorted({(row[0], int(row[1])) for row in rows})
     engines = [name for name in COLOURS if any(row[2] == name for row in rows)]
     width = 0.84 / len(engines)
     for place, engine in enumerate(engines):
-        speeds = {row[1]: float(row[3]) for row in rows if row[2] == engine}
-        places = [clients.index(count) + (place - (len(engines) - 1) / 2) * width for count in speeds]
+        speeds = {(row[0], int(row[1])): float(row[3]) for row in rows if row[2] == engine}
+        places = [loads.index(load) + (place - (len(engines) - 1) / 2) * width for load in speeds]
         bars = axes.bar(places, list(speeds.values()), width * 0.92, color=COLOURS[engine], label=engine)
         axes.bar_label(bars, fmt="%g", padding=2, fontsize=7, rotation=90, color=INK)
     axes.margins(y=0.18)
-    axes.set_xticks(range(len(clients)), clients)
-    axes.set_xlabel("clients at once")
+    axes.set_xticks(range(len(loads)), [f"{name}, {count}" for name, count in loads])
+    axes.set_xlabel("requests, and clients at once")
     axes.set_ylabel("tok/s, unequal lengths")
     axes.legend(loc="upper left", ncols=2, framealpha=1)
 

@@ -17,7 +17,7 @@ SHOWN = {
     "prefix": lambda row: [row[2], row[3], row[5], row[7]] if row[0] == "mlxd" else [],
     "stall_bodies": lambda row: [row[3]],
     "constrain": lambda row: [row[3]] if "constrained" in row[1] else [],
-    "traffic": lambda row: [row[3]] if row[0] == "uniform" and row[1].isdigit() else [],
+    "traffic": lambda row: [row[3]] if row[1].isdigit() else [],
 }
 
 
