@@ -27,7 +27,7 @@ from worker.structured.tool_grammar.segments import REST, beginning, joined, not
 
 ANY_TEXT: Final = r"(?s:.*)"
 # Subset of the names, keys and attributes that the parser reads. Its limits on their length are higher.
-_NAME: Final = r"[a-zA-Z0-9_.\-]{1,64}"
+_NAME: Final = r"[a-zA-Z0-9_.\-]{1,40}"
 _ATTRIBUTE: Final = rf" [a-z]{{1,16}}=\x22{_NAME}\x22"
 _KEY_ATTRIBUTE: Final = rf" (name|key)=\x22{_NAME}\x22({_ATTRIBUTE})?"
 _PLAIN_KEY: Final = re.compile(r"[\w.\-:@$]+")
@@ -145,11 +145,10 @@ class PlainText:
             return lark.terminal(f"/({body}){end}/ & {whole}")
         if not self._quoted:
             return whole
-        openings = (_FIRST, _TEXT, _QUOTED, _PARAM, _HEAD, _HEAD_TAG)
         later = self._edges(is_first=False, is_last=is_last)
-        opening = lark.terminal(self._path(first, self._opening(), openings))
+        opening = lark.terminal(self._path(first, escape(self._form.param), (_OWN_HEAD,)))
         final = lark.terminal(self._path(later, end))
-        further = lark.terminal(self._path(later, self._opening(), openings))
+        further = lark.terminal(self._path(later, escape(self._form.param), (_OWN_HEAD,)))
         rest = lark.reserve()
         lark.define(rest, f"{final} | {further} {self._quoted} {rest}")
         return lark.rule(f"{whole} | {opening} {self._quoted} {rest}")
@@ -172,7 +171,7 @@ class PlainText:
         """Return the expression of a text up to `final`, which may follow in these states, or in any."""
         paths = {edge: " | ".join(map(self._named, regexes)) for edge, regexes in edges.known.items()}
         followed = {state for edge in paths for state in edge} - {_START}
-        for state in sorted(followed.intersection(states) if states else followed):
+        for state in sorted(followed.intersection(states) if states else followed - {_OWN_HEAD}):
             paths[state, _FINAL] = self._named(final)
         return joined(paths, _START, _FINAL, self._lark.terminal)
 
@@ -233,7 +232,9 @@ class PlainText:
         final = escape(_first_tag(form.call_end))
         first, later = self._quoted_edges(is_first=True), self._quoted_edges(is_first=False)
         closing, further_closing = (lark.terminal(self._path(edges, final, (_VALUE_END,))) for edges in (first, later))
-        nested, further_nested = (lark.terminal(self._path(edges, self._opening())) for edges in (first, later))
+        nested, further_nested = (
+            lark.terminal(self._path(edges, escape(form.param), (_OWN_HEAD,))) for edges in (first, later)
+        )
         key = self._named((_NAME if _is_text(form.param) else _KEY_ATTRIBUTE) + escape(form.key_end))
         rest = lark.reserve()
         lark.define(rest, f"{further_closing} | {further_nested} {key} {closing} {rest}")
@@ -254,6 +255,7 @@ class PlainText:
             edges.add(state, then, beginning(words["other value end"], "[^<>]*"))
             edges.add(state, _VALUE_END, beginning(own_end, f"{BLANK}{{0,{_MAX_BLANKS}}}"))
             edges.add(state, _HEAD, beginning(words["call"]))
+            edges.add(state, _OWN_HEAD, self._call_start())
             if state in (_TEXT, _QUOTED, _VALUE_END):
                 edges.add(state, _TEXT, beginning(words["param"]))
             if state == _QUOTED:
@@ -263,12 +265,8 @@ class PlainText:
                 edges.add(state, _TEXT, beginning(words["call end"]))
         return edges
 
-    def _opening(self) -> str:
-        """Return the regex of the start of a call up to its first parameter, as the family writes it."""
-        return self._call_start() + escape(self._form.param)
-
     def _call_start(self) -> str:
-        """Return the regex of the start of a call without a parameter."""
+        """Return the regex of the start of a call up to its first parameter, as the family writes it."""
         form = self._form
         name = _NAME if not form.call or _is_text(form.call) else f"({_ATTRIBUTE}){{1,2}}"
         head_end = escape(form.head_end[0]) if form.call else ""
