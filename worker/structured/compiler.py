@@ -42,7 +42,7 @@ TRIAL_WALKS: Final = 2
 TRIAL_TOKENS: Final = 12
 # Everyday schemas are far below these limits. A grammar at the limits takes tens of milliseconds for its slowest mask.
 LIMITS: Final = LLParserLimits(
-    step_lexer_fuel=100_000,
+    step_lexer_fuel=500_000,
     step_max_items=25_000,
     max_lexer_states=50_000,
     max_grammar_size=100_000,

@@ -16,6 +16,8 @@ _MAX_COUNTED_STEPS: Final = 2000
 # Number of tokens that is added to the length of the shortest complete answer, because values may be open when the
 # finish begins.
 _OPEN_VALUES_TOKENS: Final = 24
+# Number of calls that a value may quote within each other, each of which must be ended.
+_OPEN_CALLS: Final = 2
 
 
 class EarlyFinish:
@@ -40,7 +42,9 @@ class EarlyFinish:
             spellings = [tuple(encode(text)) for text in texts]
             return [tokens for tokens in spellings if tokens and max(tokens) < vocab_size]
 
-        self._texts = spelled((*value_ends, '"'))
+        closers = spelled(value_ends)
+        self._open_calls_tokens = _OPEN_CALLS * max(map(len, closers), default=0)
+        self._texts = [*closers, *spelled(('"',))]
         self._marks = spelled((*ends, *value_ends, *_JSON_CLOSERS))
         self._letters = [tokens[0] for tokens in spelled(_STRING_PROBES) if len(tokens) == 1]
 
@@ -62,4 +66,4 @@ class EarlyFinish:
                 break
             walk.take(way)
             steps += len(way)
-        return steps + _OPEN_VALUES_TOKENS
+        return steps + _OPEN_VALUES_TOKENS + self._open_calls_tokens

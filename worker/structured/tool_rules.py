@@ -14,6 +14,7 @@ from protocol.prompts import ChatPrompt
 from protocol.to_worker import Constraint, ConstraintKind
 from worker.errors import RequestInvalid
 from worker.output.parsers.channels import Channels
+from worker.output.parsers.controls import is_markup
 from worker.output.parsers.families import FAMILIES
 from worker.structured.compiler import CompiledGrammar
 from worker.structured.finish_early import EarlyFinish
@@ -187,7 +188,8 @@ class ToolRules:
         if self._marks is None:
             table = self._rules.grammars.table()
             specials = {content: at for content, at in self._added if table.is_special_token(at)}
-            self._marks = MarkupTokens(self._vocabulary, specials, self._eos_ids)
+            tokens = [content for content, _ in self._added if is_markup(content, content in specials)]
+            self._marks = MarkupTokens(self._vocabulary, specials, self._eos_ids, tokens)
         return self._marks
 
 

@@ -37,7 +37,7 @@ class TagHead(NamedTuple):
     is_closed: bool = False
 
 
-class _EndTag(NamedTuple):
+class EndTags(NamedTuple):
     """End marker in its parts: before `closing`, models may write blanks and a name; `rest` are further tags."""
 
     stem: str
@@ -137,6 +137,8 @@ class XmlNotation:
                 raise Malformed
             yield from ctx.r.literal(markers(closing))
             return TagHead(*pair)
+        if "<" in text:
+            raise Malformed
         if self.call or closing == "\n":
             yield from ctx.r.literal(markers(closing))
         is_attribute = self.call and not self.call.endswith(("=", ">"))
@@ -156,6 +158,8 @@ class XmlNotation:
             yield from r.again(starts)
             key_ends = (self.key_end, *spaced(self.key_end)) if self.value else (self.key_end,)
             label, hit = yield from r.capture(markers(*key_ends, self.value), NAME_LIMIT)
+            if "<" in label:
+                raise Malformed
             if self.value and hit != self.value:
                 yield from r.again(markers(*key_ends))
             key = self._key(_opened(label)[0], params)
@@ -242,7 +246,7 @@ def end_words(r: MarkupReader, ends: Sequence[str]) -> dict[str, str]:
     """Return the texts with which these end markers begin in any spelling, and the marker that each stands for."""
     words: dict[str, str] = {}
     for marker in ends:
-        stem, closing, _ = _end_tag(marker)
+        stem, closing, _ = end_tags(marker)
         # A marker that is no tag, or a token, or ends with one, has no other spelling.
         is_exact = not closing or r.controls.offsets(stem + closing) != r.controls.offsets(stem)
         words[marker if is_exact else stem] = marker
@@ -257,7 +261,7 @@ def end_tag(r: MarkupReader, ends: Sequence[str], key: str = "") -> Steps[str]:
     words = end_words(r, ends)
     if not (word := (yield from r.literal(markers(*words)))):
         return ""
-    _, closing, rest = _end_tag(words[word])
+    _, closing, rest = end_tags(words[word])
     if word != words[word]:
         label, hit = yield from r.capture(markers(closing, "<"), _END_LABEL_LIMIT)
         match = _END_LABEL.fullmatch(label)
@@ -321,7 +325,7 @@ def restyled(marker: str) -> tuple[str, ...]:
 
 def end_beginnings(marker: str) -> tuple[str, ...]:
     """Return the texts one of which any spelling of an end marker begins with, except those of `spellings`."""
-    tags = [_end_tag(text) for text in spellings(marker)]
+    tags = [end_tags(text) for text in spellings(marker)]
     return tuple(tag.stem + follows for tag in tags for follows in (" ", "\t", "\n", "\r", "="))
 
 
@@ -346,10 +350,10 @@ def with_line_breaks(marker: str) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=64)
-def _end_tag(marker: str) -> _EndTag:
+def end_tags(marker: str) -> EndTags:
     if marker.endswith(_SEPARATOR):
-        return _EndTag(marker.removesuffix(_SEPARATOR), _SEPARATOR, "")
-    return _EndTag(*marker.partition(">"))
+        return EndTags(marker.removesuffix(_SEPARATOR), _SEPARATOR, "")
+    return EndTags(*marker.partition(">"))
 
 
 def attribute(head: str, *names: str) -> str:

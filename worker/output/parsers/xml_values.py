@@ -26,7 +26,7 @@ from worker.output.parsers.xml_notation import (
 # Maximum number of characters of text after a call in which another end of the same call is searched.
 _TEXT_LIMIT: Final = 256
 # Matches the head of a call between its markers.
-_QUOTED_HEAD = re.compile(r"\s*(?:[\w.\-:/@$]+|(?:\s*[\w:]+=(?:\"[^\"]*\"|'[^']*'|[^\s\"'<>]+))+)\s*")
+_QUOTED_HEAD = re.compile(r"\s*(?:[\w.\-:/@$]+|(?:\s*[\w:]+=(?:\"[^\"<]*\"|'[^'<]*'|[^\s\"'<>]+))+)\s*")
 # Matches a tag after the name, which some of the families have that write keys and values in tags.
 _HEAD_TAG = re.compile(r"<[^<>\n]*>\s*\Z")
 CDATA: Final = "<![CDATA["

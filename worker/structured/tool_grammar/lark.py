@@ -8,17 +8,27 @@ from typing import Final
 from worker.output.parsers.schema import Schema
 from worker.structured.tool_grammar.schemas import ToolSchema
 
+# Whitespace of Python's `\s`.
+BLANK: Final = r"[\s\x1c-\x1f]"
 _PUNCTUATION: Final = frozenset("\\.+*?()|[]{}^$#&-~/")
 
 
 class MarkupTokens:
     """Spelling of markup in one model's vocabulary: a grammar must name control tokens by their ids.
 
-    `specials` are these control tokens. A token in `eos_ids` ends the answer, so no grammar contains it.
+    `specials` are these control tokens. `tokens` are further ones that may be markup, which text can spell. A token in
+    `eos_ids` ends the answer, so no grammar contains it.
     """
 
-    def __init__(self, vocabulary: Collection[str], specials: Mapping[str, int], eos_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        vocabulary: Collection[str],
+        specials: Mapping[str, int],
+        eos_ids: Collection[int],
+        tokens: Collection[str] = (),
+    ) -> None:
         self._vocabulary = vocabulary
+        self._tokens = frozenset(tokens)
         self._specials = specials
         self._eos_ids = frozenset(eos_ids)
         self.controls = sorted({*specials.values(), *eos_ids})
@@ -42,6 +52,10 @@ class MarkupTokens:
     def is_plain(self, text: str) -> bool:
         """Return whether ordinary tokens alone can spell the text."""
         return not self._split.search(text)
+
+    def has_token(self, text: str) -> bool:
+        """Return whether the text contains a token of the vocabulary that may be markup."""
+        return not self.is_plain(text) or any(token in text for token in self._tokens)
 
     def known(self, options: Sequence[str]) -> str:
         """Return the first spelling that is a token of the vocabulary, else the first spelling; "" if there is none."""
@@ -69,16 +83,16 @@ class Lark:
             for piece in self.marks.pieces(text)
         )
 
-    def until(self, end: str, banned: Sequence[str] = (), *, ends: Sequence[str] = (), body: str = r"(?s:.*)") -> str:
+    def until(self, end: str, banned: Sequence[str] = (), *, body: str = r"(?s:.*)", first: Sequence[str] = ()) -> str:
         """Return an expression for text that matches `body` without `end` and the `banned` texts, followed by `end`.
 
-        With `ends`, which are parts of `end` and other spellings of them, `end` and they may be in the text, too, where
-        no tag follows them. A tag must then follow the expression.
+        The text does not begin with one of the texts in `first`, after whitespace.
         """
+        return self.before(end, self.without(body, (end, *banned), first))
+
+    def before(self, end: str, plain: str) -> str:
+        """Return an expression for text of the terminal's expression `plain`, followed by `end`."""
         pieces = self.marks.pieces(end)
-        if ends and pieces == [end]:
-            return self.terminal(self.without(f"({body}){escape(end)}", banned, ends))
-        plain = self.without(body, (end, *ends, *banned))
         if not pieces or isinstance(pieces[0], int):
             # llguidance does not allow empty lexemes.
             some = self.terminal(f"{plain} & /(?s:.+)/")
@@ -100,12 +114,15 @@ class Lark:
         ranges = (f"{start}-{end}" if end > start else str(start) for start, end in zip(starts, ends, strict=True))
         return f"(<[^{','.join(ranges)}]>)*"
 
-    def without(self, body: str, banned: Sequence[str], ends: Sequence[str] = ()) -> str:
-        """Return a terminal's expression for text that matches the regex and contains none of the `banned` texts, and
-        none of the `ends` before a tag."""
+    def without(self, body: str, banned: Sequence[str], first: Sequence[str] = ()) -> str:
+        """Return a terminal's expression for text that matches the regex, contains none of the `banned` texts and does
+        not begin with one of the texts in `first`, after whitespace.
+        """
         words = sorted({escape(word) for word in banned if word and self.marks.is_plain(word)})
-        words += sorted({escape(end) + r"\s*<" for end in ends if self.marks.is_plain(end)})
-        return f"/{body}/" + (f" & ~/(?s:.*({'|'.join(words)}).*)/" if words else "")
+        starts = sorted({escape(word) for word in first if word and self.marks.is_plain(word)})
+        banned_texts = [f".*({'|'.join(words)})"] if words else []
+        banned_texts += [f"{BLANK}*({'|'.join(starts)})"] if starts else []
+        return f"/{body}/" + (f" & ~/(?s:({'|'.join(banned_texts)}).*)/" if banned_texts else "")
 
     def rule(self, body: str) -> str:
         return self._named(body, "r")

@@ -1,6 +1,6 @@
 """Grammars of calls whose parameters are text between tags."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -8,9 +8,9 @@ from worker.output.parsers.minimax_m3 import MiniMaxM3Calls
 from worker.output.parsers.schema import Parameters, Schema, mapping
 from worker.output.parsers.xml_calls import XmlCalls
 from worker.output.parsers.xml_notation import end_beginnings, spellings
-from worker.output.parsers.xml_values import CDATA
 from worker.structured.tool_grammar.formats import MAX_CALLS, MAX_NUMBERED_CALLS, Shape
 from worker.structured.tool_grammar.lark import Lark, either
+from worker.structured.tool_grammar.plain_text import PlainText
 from worker.structured.tool_grammar.schemas import ToolSchema, constants, only, quantifier, resolved
 from worker.structured.tool_grammar.values import JSON, Values
 
@@ -68,42 +68,35 @@ SECOND_WRAP: Final = frozenset({"deepseek_v4"})
 
 
 def xml_shape(lark: Lark, form: XmlCalls, family: str, tools: Sequence[ToolSchema]) -> Shape:
-    return _XmlWriter(lark, form, XML_SHAPES.get(family, QWEN_SHAPE), family).shape(tools)
+    return _XmlWriter(lark, form, XML_SHAPES.get(family, QWEN_SHAPE), family, tools).shape(tools)
 
 
 class _XmlWriter:
     """Writer of the calls of one family."""
 
-    def __init__(self, lark: Lark, form: XmlCalls, look: XmlShape, family: str) -> None:
+    def __init__(self, lark: Lark, form: XmlCalls, look: XmlShape, family: str, tools: Sequence[ToolSchema]) -> None:
         self._lark = lark
         self._form = form
         self._look = look
         at = 1 if family in SECOND_WRAP else 0
         self._wrap = form.wrap[at] if form.wrap else ""
         self._wrap_end = form.wrap_end[at] if form.wrap_end else ""
-        # Ends of values that a value may hold. None if the tags after a value are control tokens: then no character
-        # shows that an end is one.
-        are_plain = lark.marks.is_plain(form.param + form.call_end + form.param_end)
-        self._ends = spellings(form.param_end) if are_plain else ()
+        keys = {key for tool in tools for key in tool.properties}
+        self._texts = PlainText(lark, form, look.before_end + form.param_end + look.after, keys)
 
     def _banned(self, tool: ToolSchema, key: str) -> tuple[str, ...]:
-        """Return the texts that no value of `key` may contain, because the parser may not read them as its text: an
-        unusual end of a value, the start of a call, and the start of a parameter where another one may follow.
+        """Return the texts that no JSON value of `key` may contain, because the parser may not read them as its text:
+        the end of a value, the start of a call, and the start of a parameter where another one may follow.
         """
-        form, keys = self._form, list(tool.properties)
-        before = keys[: keys.index(key)]
-        is_last = all(other in before and other in tool.required for other in keys if other != key)
-        further = () if is_last else (form.param,)
-        ends = () if self._ends else spellings(form.param_end)
-        cdata = (CDATA,) if form.cdata else ()
-        return (*ends, *end_beginnings(form.param_end), *form.openers, *further, *cdata)
+        form = self._form
+        further = () if _is_last(tool, key) else (form.param,)
+        return (*spellings(form.param_end), *end_beginnings(form.param_end), *form.openers, *further)
 
     def shape(self, tools: Sequence[ToolSchema]) -> Shape:
         lark, form, look = self._lark, self._form, self._look
-        end = look.before_end + form.param_end
-        values = (end + look.after + "<", end) if self._ends else (end,)
+        values = self._texts.value_ends
         wrap_end = (look.end + self._wrap_end,) if self._wrap_end else ()
-        ends = (*wrap_end, look.after + form.call_end, form.call_end)
+        ends = (*wrap_end, look.after + form.call_end, form.call_end, *self._texts.key_ends)
         numbers = MAX_NUMBERED_CALLS if look.is_numbered else MAX_CALLS
         if not form.call or not self._wrap:
             # The format has only one level of tags if it has no wrapper or no call marker.
@@ -145,9 +138,21 @@ class _XmlWriter:
         between = (look.after + form.value) if form.value else ""
         head = self._lark.text(form.param + label + form.key_end + between + look.value)
         end = look.before_end + form.param_end + look.after
-        value = parameter(self._lark, tool, key, schema, end, self._banned(tool, key), self._ends)
+        is_last = _is_last(tool, key)
+
+        def text(body: str) -> str:
+            return self._texts.value(body, is_last=is_last)
+
+        value = parameter(self._lark, tool, key, schema, end, self._banned(tool, key), text)
         whole = self._lark.rule(f"{head} {value}")
         return whole if key in tool.required else f"({whole})?"
+
+
+def _is_last(tool: ToolSchema, key: str) -> bool:
+    """Return whether the call certainly has all other parameters before the one with this key."""
+    keys = list(tool.properties)
+    before = tool.required.intersection(keys[: keys.index(key)])
+    return before >= tool.properties.keys() - {key}
 
 
 def minimax_m3_shape(lark: Lark, form: MiniMaxM3Calls, tools: Sequence[ToolSchema]) -> Shape:
@@ -158,8 +163,18 @@ def minimax_m3_shape(lark: Lark, form: MiniMaxM3Calls, tools: Sequence[ToolSchem
     def call(tool: ToolSchema) -> str:
         params: list[str] = []
         for key, schema in lark.parameters(tool).items():
-            value = parameter(lark, tool, key, schema, f"{mark}</{key}>", (mark,))
-            whole = lark.rule(f"{lark.text(f'{mark}<{key}>')} {value}")
+            open_, close = f"{mark}<{key}>", f"{mark}</{key}>"
+
+            kinds = Parameters(tool.parameters).types(key)
+            # A text may hold all tags but its own, which the parser counts. Other values may be nested tags.
+            is_text = "string" in kinds and kinds.isdisjoint(("array", "object"))
+            banned = open_ if is_text else mark
+
+            def text(body: str, close: str = close, banned: str = banned) -> str:
+                return lark.until(close, (banned,), body=body)
+
+            value = parameter(lark, tool, key, schema, close, (mark,), text)
+            whole = lark.rule(f"{lark.text(open_)} {value}")
             params.append(whole if key in tool.required else f"({whole})?")
         return f"{lark.text(f'<invoke name={chr(34)}{tool.name}{chr(34)}>')} {' '.join(params)}"
 
@@ -169,13 +184,13 @@ def minimax_m3_shape(lark: Lark, form: MiniMaxM3Calls, tools: Sequence[ToolSchem
 
 
 def parameter(
-    lark: Lark, tool: ToolSchema, key: str, schema: Any, end: str, banned: Sequence[str], ends: Sequence[str] = ()
+    lark: Lark, tool: ToolSchema, key: str, schema: Any, end: str, banned: Sequence[str], text: Callable[[str], str]
 ) -> str:
-    """Return the expression of a parameter's value and the `end` after it. Strings are plain text, which may contain
-    the `ends` where no tag follows; other types are JSON.
+    """Return the expression of a parameter's value and the `end` after it. Strings are plain text: `text` returns their
+    expression for a regex. Other types are JSON without the `banned` texts.
     """
     options = _options(resolved(schema, tool.parameters))
-    return either([_option(lark, tool, key, option, end, banned, ends) for option in options or [schema]])
+    return either([_option(lark, tool, key, option, end, banned, text) for option in options or [schema]])
 
 
 def _options(fields: Schema) -> list[Any]:
@@ -187,13 +202,13 @@ def _options(fields: Schema) -> list[Any]:
 
 
 def _option(
-    lark: Lark, tool: ToolSchema, key: str, schema: Any, end: str, banned: Sequence[str], ends: Sequence[str]
+    lark: Lark, tool: ToolSchema, key: str, schema: Any, end: str, banned: Sequence[str], text: Callable[[str], str]
 ) -> str:
     fields = resolved(schema, tool.parameters)
     if not ("$ref" not in mapping(schema) or only(schema, "$ref")) or schema is False:
         lark.unheld.add(tool.name)
     if "enum" in fields or "const" in fields:
-        values = Values(lark, tool, JSON, (*banned, *ends))
+        values = Values(lark, tool, JSON, banned)
         if not only(fields, "enum", "type") and not only(fields, "const", "type"):
             lark.unheld.add(tool.name)
         options = [lark.text(each) if isinstance(each, str) else values.value({"const": each})
@@ -201,10 +216,10 @@ def _option(
         return f"{either([option for option in options if option])} {lark.text(end)}"
     kinds = Parameters({"properties": {key: schema}}, tool.parameters).types(key)
     if kinds and "string" not in kinds:
-        return f"{Values(lark, tool, JSON, (*banned, *ends)).value(schema)} {lark.text(end)}"
+        return f"{Values(lark, tool, JSON, banned).value(schema)} {lark.text(end)}"
     if not only(fields, "type", "minLength", "maxLength") and not only(fields, "type", "pattern"):
         lark.unheld.add(tool.name)
-    return lark.until(end, banned, ends=ends, body=_body(fields))
+    return text(_body(fields))
 
 
 def _body(schema: Schema) -> str:
