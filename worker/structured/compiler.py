@@ -41,13 +41,21 @@ MAX_TRIAL_S: Final = 0.5
 TRIAL_WALKS: Final = 2
 TRIAL_TOKENS: Final = 12
 # Everyday schemas are far below these limits. A grammar at the limits takes tens of milliseconds for its slowest mask.
-LIMITS: Final = LLParserLimits(
-    step_lexer_fuel=500_000,
-    step_max_items=25_000,
-    max_lexer_states=50_000,
-    max_grammar_size=100_000,
-    verbose_errors=False,
-)
+_LEXER_FUEL: Final = 100_000
+# Masks at the start of a call that a value quotes need more: up to 200,000 with 40 tools, in one family more.
+_CALLS_LEXER_FUEL: Final = 500_000
+
+
+def _limits(step_lexer_fuel: int) -> LLParserLimits:
+    return LLParserLimits(
+        step_lexer_fuel=step_lexer_fuel,
+        step_max_items=25_000,
+        max_lexer_states=50_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+
+
 # Only one space is allowed where JSON allows any whitespace: a weak model would otherwise generate newlines forever.
 _JSON_OPTIONS: Final[dict[str, Any]] = {
     "whitespace_flexible": True,
@@ -158,21 +166,23 @@ class Grammars:
         self._table_lock = threading.Lock()
         self._table: LLTokenizer | None = None
 
-    def compile(self, constraint: Constraint, calls: str = "") -> CompiledGrammar:
+    def compile(self, constraint: Constraint, calls: str = "", *, is_of_calls: bool = False) -> CompiledGrammar:
         """Return the grammar of `constraint`; equal constraints share one. Raises `RequestInvalid`.
 
-        `calls` is a Lark grammar, or empty. If it is given, the output may match either grammar.
+        `calls` is a Lark grammar, or empty. If it is given, the output may match either grammar. `is_of_calls` is set
+        if `constraint` is a grammar of calls that mlxd wrote: its masks may take longer than those of a client's.
         """
-        entry = self._entry(constraint, calls)
+        limits = _limits(_CALLS_LEXER_FUEL if calls or is_of_calls else _LEXER_FUEL)
+        entry = self._entry(constraint, calls, is_of_calls=is_of_calls)
         with entry.lock:
             if entry.outcome is None:
-                entry.outcome = self._try(constraint, calls)
+                entry.outcome = self._try(constraint, calls, limits)
         if isinstance(entry.outcome, CompiledGrammar):
             return entry.outcome
         raise RequestInvalid(entry.outcome.code, entry.outcome.message, param=constraint.param)
 
-    def _entry(self, constraint: Constraint, calls: str) -> _Entry:
-        text = f"{constraint.kind:d}\0{constraint.is_strict:d}\0{calls}\0{constraint.text}"
+    def _entry(self, constraint: Constraint, calls: str, *, is_of_calls: bool) -> _Entry:
+        text = f"{constraint.kind:d}\0{constraint.is_strict:d}\0{is_of_calls:d}\0{calls}\0{constraint.text}"
         key = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
         with self._lock:
             entry = self._entries.setdefault(key, _Entry())
@@ -181,12 +191,12 @@ class Grammars:
                 self._entries.popitem(last=False)
         return entry
 
-    def _try(self, constraint: Constraint, calls: str) -> CompiledGrammar | Failure:
+    def _try(self, constraint: Constraint, calls: str, limits: LLParserLimits) -> CompiledGrammar | Failure:
         try:
             if constraint.is_strict or constraint.kind is not ConstraintKind.JSON_SCHEMA:
-                grammar = self._make(_source(constraint), calls)
+                grammar = self._make(_source(constraint), calls, limits)
             else:
-                grammar = self._make_loosely(constraint, calls)
+                grammar = self._make_loosely(constraint, calls, limits)
         except GrammarFailed as error:
             what = constraint.kind.name.lower().replace("_", " ")
             return Failure(Code.INVALID_REQUEST, encodable(f"this {what} cannot be enforced: {error}"))
@@ -198,16 +208,16 @@ class Grammars:
             return Failure(Code.INVALID_REQUEST, "this grammar cannot be enforced: it is too complex", repr(error))
         return grammar
 
-    def _make(self, source: str, calls: str, relaxed: Sequence[str] = ()) -> CompiledGrammar:
+    def _make(self, source: str, calls: str, limits: LLParserLimits, relaxed: Sequence[str] = ()) -> CompiledGrammar:
         table = self.table()
-        matcher = LLMatcher(table, _either(calls, source) if calls else source, log_level=0, limits=LIMITS)
+        matcher = LLMatcher(table, _either(calls, source) if calls else source, log_level=0, limits=limits)
         if matcher.is_error():
             raise GrammarFailed(_reason(matcher.get_error()))
         grammar = CompiledGrammar(table, matcher, self._vocab_size, (*relaxed, *_skipped(matcher)))
         _try_out(grammar, self._eos_ids)
         return grammar
 
-    def _make_loosely(self, constraint: Constraint, calls: str) -> CompiledGrammar:
+    def _make_loosely(self, constraint: Constraint, calls: str, limits: LLParserLimits) -> CompiledGrammar:
         """Compile as much of a schema as possible: all of it, all but its faults or some keywords, its shape, or any
         object."""
         schema = _schema(constraint.text)
@@ -215,10 +225,10 @@ class Grammars:
         ways = [(False, schema, ()), *((True, way, (*faults, *lacks)) for way, lacks in loosened(without_faults))]
         for is_lenient, way, relaxed in ways:
             try:
-                return self._make(_json_schema(way, is_lenient=is_lenient), calls, relaxed)
+                return self._make(_json_schema(way, is_lenient=is_lenient), calls, limits, relaxed)
             except GrammarFailed:
                 continue
-        return self._make(_json('{"type": "object"}', _JSON_OPTIONS), calls, ("everything but an object",))
+        return self._make(_json('{"type": "object"}', _JSON_OPTIONS), calls, limits, ("everything but an object",))
 
     def table(self) -> LLTokenizer:
         """Return the tokenizer in llguidance's format. Raises `RequestInvalid`."""

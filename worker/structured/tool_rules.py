@@ -172,7 +172,9 @@ class ToolRules:
         return compiled
 
     def _try(self, written: CallGrammar, relaxed: Sequence[str]) -> _CompiledCalls:
-        grammar = self._rules.grammars.compile(Constraint(ConstraintKind.GRAMMAR, written.text, param="tools"))
+        grammar = self._rules.grammars.compile(
+            Constraint(ConstraintKind.GRAMMAR, written.text, param="tools"), is_of_calls=True
+        )
         grammar = replace(grammar, relaxed=(*relaxed, *grammar.relaxed))
         finish = EarlyFinish(self._encode, grammar.vocab_size, self._eos_ids, written.value_ends, written.ends)
         return _CompiledCalls(written.text, grammar, finish, finish.shortest(grammar.walk()))
