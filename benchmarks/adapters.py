@@ -72,9 +72,7 @@ def _load(model: Any, rank: int) -> tuple[Any, int]:
     import mlx.core as mx
 
     from worker.model.linears import Linears
-    from worker.model.lora.adapted_linear import AdaptedLinear
-    from worker.model.lora.matrices import dtype_of
-    from worker.model.lora.slots import Matrices, Slots, StackedWeights
+    from worker.model.lora.adapters import AdaptedLinear, Matrices, Slots, StackedWeights, dtype_of
     from worker.model.packing import packing_of
 
     packing = packing_of(model)

@@ -118,9 +118,8 @@ def _head(target: Any, hidden: int, vocab: int, dtype: Any) -> tuple[Any, int]:
     import mlx.core as mx
     from mlx_lm.models import qwen3
 
-    from worker.speculation.drafters.head import PredictionHead
-    from worker.speculation.drafters.head_drafts import HeadDrafts
-    from worker.speculation.drafters.head_forms import QWEN
+    from worker.speculation.drafters.mtp_and_eagle_heads import QWEN, PredictionHead
+    from worker.speculation.drafters.state_drafts import HeadDrafts
 
     layer = qwen3.TransformerBlock(qwen3.ModelArgs.from_dict(_settings(hidden, vocab)))
     head = PredictionHead(layer, hidden, 1e-6, QWEN)
@@ -134,8 +133,7 @@ def _block(target: Any, hidden: int, vocab: int, dtype: Any) -> tuple[Any, int]:
     import mlx.core as mx
     from mlx_vlm.speculative.drafters.qwen3_dflash import Model, ModelConfig
 
-    from worker.speculation.drafters.block_drafts import BlockDrafts
-    from worker.speculation.drafters.block_head import BlockHead
+    from worker.speculation.drafters.block_head import BlockDrafts, BlockHead
 
     places = {"mask_token_id": 7, "target_layer_ids": list(PLACES), "num_target_layers": 36}
     settings = _settings(hidden, vocab) | {"num_hidden_layers": 5, "block_size": 16, "dflash_config": places}

@@ -106,9 +106,8 @@ def ours(folder: Path, texts: tuple[str, ...]) -> tuple[float, Any]:
     from protocol.prompts import EmbedPrompt
     from protocol.spec import WorkerSpec
     from protocol.to_worker import Generate, Sampling
-    from worker.embedding.job_loop import CPU_PASS_TOKENS, take_group
+    from worker.embedding.intake_and_loop import CPU_PASS_TOKENS, Preparer, take_group
     from worker.embedding.load_model import load_embedding_model
-    from worker.embedding.prepare import Preparer
 
     reader = load_embedding_model(WorkerSpec("m", str(folder), 1, "", ""), EMBED, lambda *_: None)
     preparer = Preparer(reader)

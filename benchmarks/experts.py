@@ -46,7 +46,7 @@ def _compare(source: Path, target: Path, args: argparse.Namespace) -> None:
     from mlx_lm.utils import load_model
 
     from protocol.experts import read_index
-    from worker.model.experts.expert_cache import attach
+    from worker.model.experts import attach
 
     index = read_index(target)
     print(f"{index.total_bytes / 1e6:.0f} MB of experts, {args.layers} layers of 64, of which a token uses 4")

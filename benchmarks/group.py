@@ -189,7 +189,7 @@ def lead_steps(spec: WorkerSpec) -> None:
 
 
 def one(batch: Any, ranks: int, rows: int, context: int, steps: int, vocab: int) -> None:
-    from worker.engine.load_checks.silent_row import silent_row
+    from worker.engine.load_checks import silent_row
 
     ready = os.environ.get("MLXD_BENCH_READY")
     began = time.perf_counter()

@@ -49,7 +49,7 @@ def main() -> None:
 
 def sizes(model: Any, vocab: int, _args: argparse.Namespace) -> None:
     """Print the bytes of KV per token of one row, and the formats that a load would choose on this machine."""
-    from worker.engine.load_checks.kv_check import choose_form
+    from worker.engine.load_checks import choose_form
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     for bits in (8, 4):

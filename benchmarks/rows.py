@@ -110,8 +110,8 @@ def _sequences(model: Any, vocab: int, count: int, context: int, *, is_equal: bo
     import mlx.core as mx
     from mlx_lm.generate import StopSequences
 
+    from worker.engine.decode_batch import SequenceGroup
     from worker.engine.row import BatchSequence
-    from worker.engine.sequence_group import SequenceGroup
     from worker.kv import batched
     from worker.kv.quantized import make_caches
     from worker.sampling.sampler import Draws

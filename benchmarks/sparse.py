@@ -11,8 +11,7 @@ from benchmarks.tick import random_model, row_of
 from gateway.ctl.bench.measure import table
 
 if TYPE_CHECKING:
-    from worker.sparse.importance import ImportanceReader
-    from worker.sparse.selected_tokens import SelectedTokens
+    from worker.sparse import ImportanceReader, SelectedTokens
 
 CHUNK = 512
 
@@ -21,8 +20,7 @@ def sparse(args: argparse.Namespace) -> None:
     """Measure prompts of each length in seconds: plain, and sparse, where the draft model's pass and the rest count
     apart.
     """
-    from worker.sparse.importance import ImportanceReader
-    from worker.sparse.selected_tokens import SelectedTokens, count_kept
+    from worker.sparse import ImportanceReader, SelectedTokens, count_kept
 
     model, vocab = random_model(args.geometry, args.dtype)
     reader = ImportanceReader(_loaded(args.draft, args.dtype))
@@ -59,7 +57,7 @@ def _timed(action: Callable[[], Any]) -> tuple[float, float]:
 def _choose(reader: "ImportanceReader", vocab: int, length: int, keep: float) -> "SelectedTokens":
     import numpy as np
 
-    from worker.sparse.selected_tokens import choose
+    from worker.sparse import choose
 
     reading = reader.read(np.array(row_of(1, length, 1, vocab).prompt, dtype=np.int32))
     while not reading.is_complete:

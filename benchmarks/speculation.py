@@ -221,9 +221,9 @@ def _generated(
 
 def text(args: argparse.Namespace) -> None:
     """Compare the demo model as it serves, with its head, with `speculate` off and auto by turns."""
-    from worker.speculation.policy.speculator import Speculator
+    from worker.speculation.policy import Speculator
     from worker.start.checked_model import load_checked
-    from worker.tools.verify.engine_session import EngineSession
+    from worker.tools.verify.verifier import EngineSession
 
     args.geometry, args.dtype = "demo", "auto"
     loaded = load_checked(structs.replace(_spec("demo", "auto"), speculate="auto"), lambda *_: None)
@@ -287,8 +287,7 @@ def _steps(prompt: list[int], output: list[int], width: int) -> tuple[int, int, 
     """Return the numbers of tokens, of steps, of drafted tokens and of right ones."""
     import numpy as np
 
-    from worker.speculation.text_sources.indexed_text import IndexedTokens
-    from worker.speculation.text_sources.lookup import Lookup
+    from worker.speculation.text_sources import IndexedTokens, Lookup
 
     none = IndexedTokens(np.empty(0, dtype=np.int32))
     row = Lookup(np.array(prompt, dtype=np.int32), ())

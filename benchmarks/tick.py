@@ -88,7 +88,7 @@ class Loop:
         from mlx_lm.models.cache import make_prompt_cache
 
         from worker.engine.batch import Batch
-        from worker.engine.scheduling.chunking import ChunkPolicy
+        from worker.engine.scheduling.pacing import ChunkPolicy
         from worker.kv.kv import KvLayout
         from worker.prefix_cache.prefix import PrefixCache
 
@@ -196,15 +196,15 @@ def _step_times(step: Callable[[], object], count: int) -> list[float]:
 def checked(model: Any, vocab: int, bits: int = 0) -> str:
     """Quantize the model's KV to `bits` bits if not 0, and check the model as a load does. Returns what computes its
     attention."""
-    from worker.engine.load_checks import self_check
-    from worker.engine.load_checks.kv_check import quantize_kv
+    from worker.engine import load_checks
+    from worker.engine.load_checks import quantize_kv
     from worker.kv.quantized import set_kv_form
 
-    ids = [(20 + 7 * at) % vocab for at in range(self_check.SAMPLE_TOKENS)]
+    ids = [(20 + 7 * at) % vocab for at in range(load_checks.SAMPLE_TOKENS)]
     set_kv_form(model, None)
     if bits:
         quantize_kv(model, {"num_attention_heads": model.args.num_attention_heads}, bits, ids, in_group=False)
-    return self_check.choose(model, ids, "auto").attention
+    return load_checks.choose(model, ids, "auto").attention
 
 
 def random_model(name: str, dtype: str) -> tuple[Any, int]:

@@ -27,7 +27,7 @@ from mlx_lm.utils import MODEL_REMAPPING, load_tokenizer
 
 from tests.support.engine import spec
 from tests.support.models import VOCAB, tiny_tokenizer
-from worker.engine.load_checks.self_check import SAMPLE_TOKENS, choose
+from worker.engine.load_checks import SAMPLE_TOKENS, choose
 from worker.errors import LoadFailed
 from worker.kv.kv import leaves
 from worker.model.loader import LoadedModel

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from protocol.failures import Code, ExitStatus, Failure
-from worker.output.encodable import encodable
+from worker.output.stops import encodable
 
 # Texts in messages of MLX's exceptions that leave the device in an unknown state.
 GPU_FAULTS: Final = ("[METAL]", "Command buffer", "CUDA", "cuda")

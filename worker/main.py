@@ -37,7 +37,7 @@ from worker.link import GatewayLink
 if TYPE_CHECKING:
     from worker.engine.loop import Engine
     from worker.group.coordinator import Coordinator
-    from worker.jobs.turn_loop import TurnLoop
+    from worker.jobs import TurnLoop
 
 log = logging.getLogger("mlxd.worker")
 
@@ -187,8 +187,7 @@ class WorkerMain:
         """Return the failure of a load with an error that no part of it has explained: the next worker would end with
         it too, unless it is a fault of the device or of the connection between ranks.
         """
-        from worker.model.load_errors import explain
-        from worker.model.loader import read_config, resolve
+        from worker.model.loader import explain, read_config, resolve
 
         log.error("the load failed", exc_info=error)
         if is_gpu_fault(error) or is_fabric_fault(error):

@@ -68,7 +68,7 @@ def _as_text(folder: Path) -> Path:
 
 def _feature_hit(loaded: "LoadedModel", side: int) -> tuple[float, float, float, float]:
     """Return the milliseconds to read a header, to decode, to encode, and to find stored features."""
-    from worker.vision.features import FeatureCache
+    from worker.vision.encoder import FeatureCache
 
     assert loaded.vision is not None
     media, prompts = _picture(side), _intake(loaded)
@@ -131,7 +131,7 @@ def _decode(loaded: "LoadedModel", turn: int) -> tuple[float, list[list[int]]]:
     from protocol.spec import WorkerSpec
     from protocol.to_worker import Generate, Sampling
     from worker.prompt.intake import Intake
-    from worker.tools.verify.engine_session import EngineSession
+    from worker.tools.verify.verifier import EngineSession
 
     class Timed(EngineSession):
         times: list[float]

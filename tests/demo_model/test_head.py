@@ -11,7 +11,7 @@ from protocol.prompts import TokensPrompt
 from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from worker.model.loader import LoadedModel
-from worker.tools.verify.trial_drafters import EagerDrafts
+from worker.tools.verify.verifier import EagerDrafts
 
 # Of drafts of three tokens each, a token that follows a wrong one counted as wrong.
 LEAST = 0.6

@@ -14,7 +14,7 @@ from tests.support import disk as folder
 from tests.support.ctl import ctl
 from worker.prefix_cache.disk import CacheDisk, DiskEntry, FileStatus
 from worker.prefix_cache.fingerprint import LABEL
-from worker.prefix_cache.salts import salt_key
+from worker.prefix_cache.radix_tree import salt_key
 
 CAP = 100_000
 CONFIG = '[models.coder]\npath = "org/coder"\naliases = ["c"]\n[models.other]\n'

@@ -10,7 +10,7 @@ from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess
 from tests.support.scale import patient
 from tests.worker.prefix_cache.test_block_events import free_address
-from worker.prefix_cache.block_events import BLOCK
+from worker.prefix_cache.kv_events import BLOCK
 
 
 def test_a_served_prompt_is_told_as_blocks_of_its_tokens(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from tests.support import threads
 from tests.support.scale import patient
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import Command, EngineInbox
-from worker.engine.load_checks.self_check import choose
+from worker.engine.load_checks import choose
 from worker.engine.loop import Engine
 from worker.engine.rank_peers import RankPeers
 from worker.engine.row import Row
@@ -42,7 +42,7 @@ from worker.model.loader import LoadedModel
 from worker.model.lora.adapters import adapters_of
 from worker.model.packing import disable_packing, packing_of
 from worker.prompt.intake import Intake
-from worker.prompt.sparse_limits import SparseLimits
+from worker.prompt.limits_and_truncation import SparseLimits
 from worker.speculation.drafter import Drafter
 from worker.start.checked_model import load_checked
 

@@ -14,8 +14,8 @@ from worker.engine.row import Row
 from worker.model.loader import LoadedModel
 from worker.prompt.intake import Intake
 from worker.speculation.drafter import Drafter
-from worker.tools.verify.engine_session import EngineSession, VerifiedOutput
-from worker.vision.features import FeatureCache
+from worker.tools.verify.verifier import EngineSession, VerifiedOutput
+from worker.vision.encoder import FeatureCache
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from mlx_lm.generate import StopSequences
 
-from worker.engine.load_checks.silent_row import silent_row
+from worker.engine.load_checks import silent_row
 from worker.engine.row import BatchSequence
 from worker.sampling.sampler import Draws
 

@@ -13,8 +13,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from tests.support.models import tiny_tokenizer
-from worker.vision.media import Medium, Span
-from worker.vision.positions import Grid, positions
+from worker.vision.media import Grid, Medium, Span, positions
 
 VOCAB = 640
 TEXT = 500

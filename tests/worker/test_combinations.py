@@ -17,10 +17,10 @@ from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
 from worker.prefix_cache.prefix import MIN_TOKENS
 from worker.speculation.drafter import Drafter
-from worker.speculation.policy.speculator import Speculator
+from worker.speculation.policy import Speculator
 from worker.start.checked_model import load_checked
 from worker.tools.repack import repack
-from worker.tools.verify.trial_drafters import EagerDrafts
+from worker.tools.verify.verifier import EagerDrafts
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ from protocol.from_worker import Delta, DeltaKind, Finish, Rejected, Step, Token
 from protocol.stats import Stats
 from protocol.to_worker import Abort
 from worker.engine.gauges import Gauges
-from worker.frames import MessageEncoder
+from worker.link import MessageEncoder
 
 LIMIT = 4096
 HALF = "\ud800"

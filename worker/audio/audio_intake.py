@@ -14,13 +14,11 @@ from protocol.prompts import Media, SpeechPrompt, TranscribePrompt
 from protocol.to_worker import Detokenize, Generate, Tokenize
 from protocol.transcript import SPOKEN_TOKENS_PER_S, TRANSCRIBED_TOKENS_PER_S, TranscriptPart
 from worker.audio import sound_writer
-from worker.audio.audio_job import AudioJob, AudioPiece
+from worker.audio.audio_jobs import AudioJob, AudioPiece, PendingClip
 from worker.audio.audio_model import AudioModel
-from worker.audio.clip_queue import PendingClip
-from worker.audio.marks import AddedTokens
 from worker.audio.sound_writer import SoundWriter
 from worker.audio.speaker import Instructions, Speaker
-from worker.audio.transcriber import AudioWindow, Check, Transcriber
+from worker.audio.transcriber import AddedTokens, AudioWindow, Check, Transcriber
 from worker.errors import RequestInvalid
 from worker.vision.sounds import Reserve, is_wav, read_audio
 

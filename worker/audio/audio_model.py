@@ -143,7 +143,7 @@ def _transcriber_of(family: str, model: Any) -> Transcriber | None:
 
         return WhisperTranscriber(model)
     if family in TRANSCRIBERS:
-        from worker.audio.silence_segments import SegmentedTranscriber
+        from worker.audio.transcriber import SegmentedTranscriber
 
         return SegmentedTranscriber(family, model)
     return None

@@ -26,8 +26,7 @@ from mlx_audio.stt.models.whisper.tokenizer import LANGUAGES, TO_LANGUAGE_CODE
 from protocol.prompts import TranscribePrompt
 from protocol.to_worker import Sampling
 from protocol.transcript import Segment, Word
-from worker.audio.marks import AddedTokens
-from worker.audio.transcriber import AudioWindow, Check, Samples
+from worker.audio.transcriber import AddedTokens, AudioWindow, Check, Samples
 
 # Temperatures at which a window is decoded, one after another, until decoding succeeds.
 _TEMPERATURES: Final = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)

@@ -1,12 +1,16 @@
-"""Loader of an embedding model: its transformer, the steps after the transformer, and the limits of requests."""
+"""Loader of an embedding model: its transformer, the steps after the transformer, and the limits of requests.
+
+Embedding jobs: a job is one request for vectors or scores, from intake to its answer.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 from mlx.utils import tree_flatten
 from transformers import AutoTokenizer
 
@@ -16,15 +20,15 @@ from protocol.kinds import EMBED, ENCODERS, RERANK, TEXT, kind_of
 from protocol.model_info import EmbeddingInfo
 from protocol.spec import WorkerSpec
 from worker.embedding.backbones import BidirectionalGemma, DecoderBackbone, EncoderBackbone, load_backbone
-from worker.embedding.job import EmbeddingInput, Numbers
-from worker.embedding.pooling import PoolingHead
-from worker.embedding.sentence_files import Steps, read_steps
+from worker.embedding.pooling import PoolingHead, Steps, read_steps
 from worker.errors import LoadFailed, foreign_code
-from worker.model.load_errors import explain
+from worker.jobs import QueuedJob
 from worker.model.loader import (
     cast,
     check_weights,
+    explain,
     folded_config,
+    load_described,
     nbytes,
     read_config,
     read_json,
@@ -32,7 +36,64 @@ from worker.model.loader import (
     vocab_size_of,
 )
 from worker.model.memory import has_gpu
-from worker.model.tokenizer_file import load_described
+
+Numbers = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingInput:
+    """Token ids of an input, and the segment of each token for models that distinguish the texts of a pair."""
+
+    ids: tuple[int, ...]
+    types: tuple[int, ...] = ()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class EmbeddingJob(QueuedJob):
+    """Embedding or scoring request. `results` has a row of numbers for each computed item.
+
+    Vectors are truncated to `dimensions`; 0 means that they are not truncated.
+    """
+
+    items: list[EmbeddingInput]
+    dimensions: int = 0
+    # Indices of items that are not in a pass yet, sorted by length, the longest first.
+    left: list[int] = field(default_factory=list)
+    results: list[Numbers | None] = field(default_factory=list[Numbers | None])
+    computed: int = 0
+    computed_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.left = sorted(range(len(self.items)), key=lambda at: len(self.items[at].ids), reverse=True)
+        self.results = [None] * len(self.items)
+
+    @property
+    def is_computed(self) -> bool:
+        return self.computed == len(self.items)
+
+    def store(self, at: int, row: Numbers) -> None:
+        """Store the result of an item."""
+        self.results[at] = row
+        self.computed += 1
+        self.computed_tokens += len(self.items[at].ids)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(item.ids) for item in self.items)
+
+    def data(self) -> bytes:
+        """Return all results in the format in which they are sent."""
+        rows = [row for row in self.results if row is not None]
+        assert len(rows) == len(self.items)
+        return np.stack([_cut(row, self.dimensions) for row in rows]).astype("<f4").tobytes()
+
+
+def _cut(row: Numbers, dimensions: int) -> Numbers:
+    if not dimensions or dimensions >= len(row):
+        return row
+    part = row[:dimensions]
+    return (part / np.linalg.norm(part)).astype(np.float32)
+
 
 # Encoders up to this size are computed in float32 even on a GPU, because float16 would halve their precision.
 _MAX_FLOAT32_BYTES: Final = 1 << 30

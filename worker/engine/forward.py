@@ -11,7 +11,7 @@ from worker.engine.row import BatchSequence
 from worker.kv.batched import begin_block, end_block, place
 from worker.model.lora.adapters import adapted
 from worker.model.packing import PackedRows, Shape, packing_of, split
-from worker.speculation.drafters.hidden_states import capture_of
+from worker.speculation.drafters.target import capture_of
 from worker.vision.multimodal_merge import merge_of
 
 

@@ -10,7 +10,7 @@ from msgspec.structs import astuple
 from protocol.stats import Stats
 
 if TYPE_CHECKING:
-    from worker.speculation.policy.speculator import Speculator
+    from worker.speculation.policy import Speculator
 
 
 class Gauges(Stats):

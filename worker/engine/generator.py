@@ -1,30 +1,60 @@
 """Generator: runs prompts in chunks on a model, and one decode step after another for all sequences past their prompt.
 
 Models and the caches of one sequence are mlx-lm's; the batch and its caches are ours.
+
+Log-probabilities of a prompt's own tokens.
+
+Rows with scored prompts are prefilled one by one and in small slices, because the logits of a whole prompt do not fit
+memory. Other prefills compute no logits.
 """
 
 import time
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from worker.engine.decode_batch import DecodeBatch
+from worker.engine.decode_batch import DecodeBatch, SequenceGroup
 from worker.engine.forward import ForwardPart, can_pack, forward, has_media
-from worker.engine.question_rows import QuestionRows
+from worker.engine.question_rows import QuestionRows, SoloRows
 from worker.engine.row import BatchSequence, Token
-from worker.engine.scheduling.pass_time import PassTime
-from worker.engine.scoring import ScoredRows
-from worker.engine.sequence_group import SequenceGroup
+from worker.engine.scheduling.pacing import PassTime
 from worker.kv import batched, ragged
 from worker.kv.quantized import make_caches
 from worker.model.batch_mode import BatchMode
-from worker.sampling.prompt_scores import Scores
+from worker.sampling.logprobs import Scores
 from worker.sampling.sampler import RowSampler
 from worker.speculation.drafter import Drafter
+
+SLICE_TOKENS: Final = 64
+
+
+class ScoredRows(SoloRows):
+    """Rows whose prompts are scored, each in its own caches. Owned by the generator."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._model = model
+
+    def take_complete(self) -> list[SequenceGroup]:
+        """Remove and return the rows whose scores are complete and were taken."""
+        complete = [rows for rows in self.rows if rows.sequences[0].scores is None]
+        self.rows = [rows for rows in self.rows if rows.sequences[0].scores is not None]
+        return complete
+
+    def run(self, rows: SequenceGroup, most: int) -> int:
+        """Run the next slice of a row. Returns the number of tokens in the slice."""
+        sequence = rows.sequences[0]
+        assert sequence.scores is not None
+        part = sequence.segments[0][: min(most, max(SLICE_TOKENS, sequence.longest_whole))]
+        logits = forward(self._model, ForwardPart(rows.sequences, mx.array([part]), rows.caches, [len(part)]))
+        for at in range(0, len(part), SLICE_TOKENS):
+            sequence.scores.add(logits[0, at : at + SLICE_TOKENS])
+        rows.evaluate()
+        return len(part)
 
 
 @dataclass(slots=True)

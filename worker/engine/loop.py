@@ -9,44 +9,232 @@ Owners of state and work, from the loop to the model:
 - `DecodeBatch.decode` gives each row past its prompt its next tokens. It owns their caches, and the pass in flight.
 
 The state of one sequence is on its `Row`, and on `Row.sequence` while it is in the batch (row.py).
+
+Capabilities of an engine: concurrent rows, pace, drafts and sparse prefill, from a model and its specification.
+
+Commands that load and unload adapters, handled between two ticks, and the memory that adapters take.
+
+Rows with a sparse prefill, while they wait for the selection of their tokens.
 """
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final
 
+from mlx_lm.generate import generation_stream
+
 from protocol.failures import Code, Failure
-from protocol.from_worker import Accepted, Finish, Rejected, Up
-from protocol.spec import WorkerSpec
+from protocol.from_worker import Accepted, AdaptersSet, Finish, Rejected, Up
+from protocol.spec import DEFAULT_MAX_RUNNING, WorkerSpec
+from protocol.stats import Stats
 from protocol.to_worker import SetMemory, SetPace
-from worker.engine.adapter_orders import AdapterOrders
 from worker.engine.batch import Batch
-from worker.engine.capabilities import pacer_of, reader_of, rows_at_once, speculation_of
-from worker.engine.emitter import Emitter
+from worker.engine.forward import can_pack
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import AdapterOrder, Command, EngineInbox, WakeUp
-from worker.engine.load_checks.self_check import refusal
-from worker.engine.load_checks.silent_row import silent_row
-from worker.engine.output import OutputWriter, TokenOutput
+from worker.engine.load_checks import refusal, silent_row
+from worker.engine.output import Emitter, OutputWriter, TokenOutput
 from worker.engine.rank_peers import RankPeers
 from worker.engine.request_loop import RequestLoop
 from worker.engine.row import Row
-from worker.engine.scheduling.heartbeat import Heartbeat
+from worker.engine.scheduling.kept_file import KeptFile, has_watchdog
 from worker.engine.scheduling.kv_budget import AdmissionPass, KvCost
 from worker.engine.scheduling.memory_limits import MemoryLimits
+from worker.engine.scheduling.pacing import Heartbeat, Pacer
 from worker.engine.scheduling.queue import Queue
-from worker.engine.sparse_rows import SparseRows
 from worker.errors import StepFailed, foreign_code, is_allocation_failure, is_gpu_fault
+from worker.kv import batched
+from worker.kv.quantized import make_caches
+from worker.model.batch_mode import BatchMode
 from worker.model.loader import LoadedModel
-from worker.model.pass_costs import PassCosts
-from worker.prefix_cache.block_events import BlockEventLog
+from worker.model.lora.adapters import Adapters, adapters_of
+from worker.model.pass_costs import WIDTHS, PassCosts
+from worker.prefix_cache.kv_events import BlockEventLog
+from worker.sparse import Chooser, ImportanceReader
 from worker.speculation.drafter import Drafter
-from worker.speculation.policy.speculator import Speculator
+from worker.speculation.policy import Speculator
 from worker.vision.encoder import MediaEncoder
 
 log = logging.getLogger("mlxd.worker")
+
+# Maximum number of rows that a calibration chooses.
+MAX_CALIBRATED_ROWS: Final = 64
+
+
+def rows_at_once(spec: WorkerSpec, kept: KeptFile | None, mode: BatchMode) -> int:
+    """Return the number of rows that may run together, as configured or calibrated."""
+    if mode is BatchMode.SINGLE:
+        return 1
+    if spec.max_running:
+        return spec.max_running
+    return kept.calibration.max_running if kept is not None and kept.calibration is not None else DEFAULT_MAX_RUNNING
+
+
+def pacer_of(
+    loaded: LoadedModel, spec: WorkerSpec, costs: PassCosts, kept: KeptFile | None, block_tokens: int
+) -> Pacer:
+    """Return the pacer of a model; a row that generates has up to `block_tokens` tokens in a pass."""
+    return Pacer(
+        spec,
+        costs,
+        kept,
+        can_fuse=can_pack(loaded.model),
+        has_watchdog=has_watchdog(),
+        pass_tokens=loaded.pass_tokens,
+        block_tokens=block_tokens,
+    )
+
+
+def reader_of(loaded: LoadedModel, spec: WorkerSpec) -> ImportanceReader | None:
+    """Return the model that selects tokens for sparse prefill, if it is configured."""
+    return ImportanceReader(loaded.draft) if spec.sparse_keep and loaded.draft is not None else None
+
+
+def speculation_of(loaded: LoadedModel, spec: WorkerSpec) -> tuple[str, bool]:
+    """Return a description of speculation's state for people, and whether speculation is on."""
+    if spec.speculate == "off":
+        return "off", False
+    if spec.group is not None:
+        return "off, because ranks of a group must take the same steps", False
+    if loaded.plan.mode is not BatchMode.TOGETHER:
+        return f"off, because rows run in the batch mode {loaded.plan.mode}", False
+    if not batched.can_rewind(make_caches(loaded.model)):
+        return "off, because the caches of this architecture cannot go back to before a block", False
+    rows = spec.max_running or MAX_CALIBRATED_ROWS
+    if loaded.pass_tokens and rows * WIDTHS[-1] > loaded.pass_tokens:
+        most = loaded.pass_tokens // WIDTHS[-1]
+        return f"off, because the experts of a pass compute drafts of at most {most} rows (max_running)", False
+    if spec.draft:
+        return f"auto, with drafts by {spec.draft}", True
+    if loaded.no_head:
+        return f"auto, without the checkpoint's head for multi-token prediction: {loaded.no_head}", True
+    return "auto", True
+
+
+# An adapter is refused if it would leave memory for a context of fewer tokens than this.
+MIN_CONTEXT: Final = 256
+
+
+class AdapterOrders:
+    """Adapters of an engine. `rows` returns the engine's rows, and `apply` applies changed memory limits."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        epoch: int,
+        memory: MemoryLimits,
+        rows: Callable[[], Iterable[Row]],
+        apply: Callable[[], None],
+    ) -> None:
+        # This field is None if the model was not loaded to serve requests.
+        self._adapters = adapters_of(loaded.model)
+        self._base_bytes = loaded.weights_bytes - (self._adapters.nbytes if self._adapters is not None else 0)
+        self._epoch = epoch
+        self._memory = memory
+        self._rows = rows
+        self._apply = apply
+        # Callback of the newest command, which gets a report when an adapter has been freed.
+        self._reply: Callable[[AdaptersSet], None] | None = None
+
+    def refusal(self, row: Row) -> Failure | None:
+        """Return the failure of a row whose adapter was unloaded after the request was read."""
+        if row.adapter is None or (self._adapters is not None and self._adapters.holds(row.adapter)):
+            return None
+        message = f"the adapter {row.adapter.name!r} was unloaded before the request began"
+        return Failure(Code.MODEL_MISSING, message, param="model")
+
+    def handle(self, order: AdapterOrder) -> None:
+        adapters = self._adapters
+        if adapters is None:
+            return
+        self._reply = order.reply
+        adapters.change(order.wanted, order.read)
+        self._weigh(adapters)
+        for name, path in order.wanted:
+            room = self._memory.kv_cost.longest(self._memory.kv.limit)
+            if (name, path) in order.read and adapters.has(name) and room < MIN_CONTEXT:
+                message = f"beside the adapter {name!r} there would be no memory left for KV"
+                adapters.fail(name, path, Failure(Code.OUT_OF_MEMORY, message))
+                self._weigh(adapters)
+        self._report(adapters, order.call_id)
+
+    def tend(self) -> None:
+        """Free retired adapters that no row uses any more."""
+        adapters = self._adapters
+        if adapters is not None and adapters.is_retiring:
+            before = adapters.nbytes
+            self._weigh(adapters)
+            if adapters.nbytes != before:
+                self._report(adapters, 0)
+
+    def _weigh(self, adapters: Adapters) -> None:
+        """Free adapters that no row uses, then divide memory again with the present size of the weights."""
+        adapters.sweep(lambda: {row.adapter_slot for row in self._rows()})
+        self._memory.share.weigh(self._base_bytes + adapters.nbytes)
+        self._apply()
+
+    def _report(self, adapters: Adapters, call_id: int) -> None:
+        if self._reply is not None:
+            self._reply(AdaptersSet(self._epoch, call_id, adapters.infos, self._base_bytes + adapters.nbytes))
+
+
+class SparseRows:
+    """Rows of a sparse prefill, owned by the engine. Every method does nothing for a model without sparse prefill."""
+
+    def __init__(self, reader: ImportanceReader | None) -> None:
+        self._chooser = Chooser(reader, generation_stream) if reader is not None else None
+
+    @property
+    def counts(self) -> Stats | None:
+        return self._chooser.counts if self._chooser is not None else None
+
+    @property
+    def is_busy(self) -> bool:
+        return self._chooser is not None and self._chooser.is_busy
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of KV that the draft model needs for the prompt that it currently reads."""
+        return self._chooser.nbytes if self._chooser is not None else 0
+
+    def needs(self, row: Row) -> int:
+        """Return the bytes of KV that the draft model needs until it has selected the row's tokens. If the row needs no
+        selection, return the bytes for the prompt that it currently reads.
+        """
+        if self._chooser is None or not row.keep or row.kept is not None:
+            return self.nbytes
+        return self._chooser.needs(len(row.prompt))
+
+    def longest(self, tokens: int, budget: int) -> int:
+        """Return the length of the longest prompt, at most `tokens`, that the draft model can read with `budget` bytes
+        of KV."""
+        return tokens if self._chooser is None else min(tokens, self._chooser.longest(budget))
+
+    def must_wait(self, row: Row) -> bool:
+        """Whether the tokens of a row are not selected yet; if so, request their selection."""
+        if not row.keep or row.kept is not None:
+            return False
+        assert self._chooser is not None, "the intake refuses what the model cannot do"
+        row.kept = self._chooser.kept(row.rid, row.tokens()[: len(row.prompt)], row.keep, row.cache_salt)
+        return row.kept is None
+
+    def step(self, limit_s: float) -> None:
+        """Continue the draft model's prefill for about `limit_s` seconds."""
+        assert self._chooser is not None
+        self._chooser.step(limit_s)
+
+    def forget(self, row: Row) -> None:
+        """Drop the selection of a row that has ended."""
+        if self._chooser is not None and row.keep:
+            self._chooser.forget(row.rid)
+
+    def drop(self) -> int | None:
+        """Drop the KV of the prompt that the draft model is reading; reading restarts when the prompt is requested
+        again. Return the rid of the prompt's row."""
+        return self._chooser.drop() if self._chooser is not None else None
+
 
 # A second failure of the step loop within this time ends the worker.
 _RECOVERY_INTERVAL_S: Final = 60.0

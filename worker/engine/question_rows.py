@@ -1,15 +1,41 @@
-"""Rows with questions, computed one by one: the prompt in slices, then each question on the prompt's KV."""
+"""Rows with questions, computed one by one: the prompt in slices, then each question on the prompt's KV.
 
-from collections.abc import Iterator, Mapping, Sequence
+Rows that are computed one by one, each in its own caches.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 
+from worker.engine.decode_batch import SequenceGroup
 from worker.engine.forward import ForwardPart, forward
-from worker.engine.questions import SLICE_TOKENS, Path, inner_paths, next_tokens
-from worker.engine.sequence_group import SequenceGroup
-from worker.engine.solo_rows import SoloRows
+from worker.engine.row import SLICE_TOKENS, BatchSequence, Path, inner_paths, next_tokens
 from worker.kv import batched
+
+
+class SoloRows:
+    """Groups of one row each. Owned by the generator."""
+
+    def __init__(self) -> None:
+        self.rows: list[SequenceGroup] = []
+
+    def add(self, sequence: BatchSequence, *, is_single: bool) -> None:
+        """Add a row. With `is_single` the row keeps its own caches, which may have no batch form."""
+        caches = sequence.caches if is_single else batched.merge([sequence.caches])
+        sequence.caches = []
+        self.rows.append(SequenceGroup([sequence], caches))
+
+    def due(self, *, is_alone: bool) -> list[SequenceGroup]:
+        """Return the rows whose turn it is: all rows, or only one of them while there are other rows, which it
+        delays."""
+        if is_alone or not self.rows:
+            return list(self.rows)
+        self.rows = [*self.rows[1:], self.rows[0]]
+        return self.rows[-1:]
+
+    def discard(self, sequences: Collection[BatchSequence]) -> None:
+        self.rows = [rows for rows in self.rows if rows.sequences[0] not in sequences]
 
 
 class QuestionRows(SoloRows):

@@ -14,7 +14,7 @@ from protocol.from_worker import Accepted, Drained, Finish, Rejected, Up
 from protocol.spec import WorkerSpec
 from protocol.to_worker import BATCH_PRIORITY, Abort, Drain, Shutdown
 from worker.engine.gauges import Gauges
-from worker.engine.outbox import Outbox
+from worker.engine.output import Outbox
 
 log = logging.getLogger("mlxd.worker")
 

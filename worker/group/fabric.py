@@ -1,21 +1,122 @@
-"""Fabric of a group: MLX's communication between its ranks."""
+"""Fabric of a group: MLX's communication between its ranks.
+
+Identity of a rank: versions and files, which must be equal on all ranks.
+
+Memory of all ranks: the highest cost and the lowest limits among them.
+
+Checksum of all tokens that a group has generated; if the checksum differs between ranks, the ranks are out of
+step.
+"""
 
 import os
 import signal
 import socket
 import tempfile
-from collections.abc import Generator
+import zlib
+from array import array
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
 import mlx.core as mx
 
-from protocol import collectives
+from protocol import __version__, collectives
 from protocol.failures import Code
-from protocol.group import StartLoading
-from protocol.spec import RankSpec
+from protocol.group import JoinGroup, RankMemory, StartLoading, Versions
+from protocol.model_digest import TOKENIZER_FILES, digest, files_digest, weights_digest
+from protocol.spec import RankSpec, WorkerSpec
+from worker.engine.row import Token
+from worker.engine.scheduling.kv_budget import KvCost
 from worker.errors import LoadFailed, PartnerLost
+from worker.kv.kv import KvLayout
+from worker.model.loader import resolve
+from worker.model.memory import ShareLimits
+from worker.prefix_cache.radix_tree import TokenCost
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Facts that must be equal on all ranks. `form` is a digest of the files, and of the settings that affect
+    results."""
+
+    versions: Versions
+    form: str
+
+
+def identity_of(spec: WorkerSpec) -> Identity:
+    """Return the identity of this rank. Raises `LoadFailed`."""
+    path = resolve(spec.path)
+    try:
+        weights = weights_digest(path)
+        files = files_digest(path, ("config.json", *TOKENIZER_FILES, *sorted(file.name for file in path.glob("*.py"))))
+    except (OSError, ValueError) as error:
+        raise LoadFailed(Code.MODEL_CORRUPT, f"{path} cannot be read: {error}") from error
+    versions = Versions(__version__, version("mlx"), version("mlx-lm"))
+    return Identity(versions, digest(weights, files, spec.dtype, spec.group, spec.trust_remote_code))
+
+
+def mismatch(own: Identity, join: JoinGroup, node: str, epoch: int) -> LoadFailed | None:
+    """Return the reason why a rank cannot join this group; None if the rank matches."""
+    place = f"rank {join.rank} ({node}, {join.host})"
+    if join.versions != own.versions:
+        theirs, ours = (" ".join([v.mlxd, v.mlx, v.mlx_lm]) for v in (join.versions, own.versions))
+        return LoadFailed(Code.INCOMPATIBLE, f"{place} runs mlxd, mlx and mlx-lm {theirs}, and rank 0 {ours}")
+    if join.form != own.form:
+        return LoadFailed(Code.MODEL_CORRUPT, f"{place} has other files of the model, or other settings, than rank 0")
+    if join.epoch != epoch:
+        return LoadFailed(Code.INCOMPATIBLE, f"{place} is of another start, {join.epoch} instead of {epoch}")
+    return None
+
+
+def measured(rank: int, layout: KvLayout, cost: KvCost, limits: ShareLimits) -> RankMemory:
+    # A cached prefix has keys and values for each attention layer, and up to four arrays for a recurrent layer.
+    arrays = 2 * (layout.sliceable + layout.windowed) + 4 * layout.stateful
+    return RankMemory(
+        rank,
+        cost.token_bytes,
+        cost.windows,
+        cost.fixed_bytes,
+        cost.widest,
+        arrays,
+        limits.kv,
+        limits.prefixes,
+    )
+
+
+def costliest(ranks: Sequence[RankMemory]) -> KvCost:
+    windows = max((each.windows for each in ranks), key=lambda windows: sum(size * count for size, count in windows))
+    return KvCost(
+        max(each.token_bytes for each in ranks),
+        windows,
+        max(each.fixed_bytes for each in ranks),
+        max(each.widest for each in ranks),
+    )
+
+
+def token_cost(ranks: Sequence[RankMemory]) -> TokenCost | None:
+    """Return the cost of cached prefixes; None if that cost is equal on all ranks."""
+    costs = {(each.token_bytes, each.windows, each.fixed_bytes) for each in ranks}
+    if len(costs) == 1:
+        return None
+    return TokenCost(
+        max(each.token_bytes + sum(size for size, _ in each.windows) for each in ranks),
+        max(each.fixed_bytes for each in ranks),
+        max(each.arrays for each in ranks),
+    )
+
+
+def tightest(own: ShareLimits, ranks: Sequence[RankMemory]) -> ShareLimits:
+    return replace(own, kv=min(each.kv_bytes for each in ranks), prefixes=min(each.prefix_bytes for each in ranks))
+
+
+def extend_checksum(crc: int, tokens: Sequence[Token]) -> int:
+    """Return the checksum updated with these tokens."""
+    numbers = array("Q", [number for token in tokens for number in (token.row.rid, token.id)])
+    return zlib.crc32(numbers.tobytes(), crc)
+
 
 # Timeout in seconds of connecting the ranks: native code on rank 0 of a ring would wait for the other ranks forever.
 CONNECT_TIMEOUT_S: Final = 60

@@ -17,16 +17,12 @@ from protocol.sharding import parts_of
 from protocol.spec import WorkerSpec
 from protocol.to_worker import SetMemory
 from worker.engine.batch import Batch
-from worker.engine.load_checks.silent_row import silent_row
-from worker.engine.questions import RowQuestions
-from worker.engine.row import Row
+from worker.engine.load_checks import silent_row
+from worker.engine.row import Row, RowQuestions
 from worker.errors import LoadFailed, PartnerLost, WorkerError, is_fabric_fault
 from worker.group import fabric
-from worker.group.measures import measured
-from worker.group.rank_identity import Identity, identity_of
-from worker.group.rank_sockets import LINGER_MS, RankSockets
-from worker.group.token_checksum import extend_checksum
-from worker.group.watch import FollowerWatch, RankProgress
+from worker.group.fabric import Identity, extend_checksum, identity_of, measured
+from worker.group.watch import LINGER_MS, FollowerWatch, RankProgress, RankSockets
 from worker.kv.kv import KvLayout
 from worker.kv.quantized import make_caches
 from worker.model import loader, memory

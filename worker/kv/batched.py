@@ -9,8 +9,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache,
 
 from worker.kv.kv import is_sliceable, leaves
 from worker.kv.quantized import QuantizedKV
-from worker.kv.ragged import Lengths, RaggedKVCache
-from worker.kv.ragged_window import RaggedWindowCache
+from worker.kv.ragged import Lengths, RaggedKVCache, RaggedWindowCache
 
 # Types of one sequence's caches that have a batch form.
 _SINGLE: Final = (KVCache, RotatingKVCache, ChunkedKVCache)

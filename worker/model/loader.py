@@ -1,26 +1,38 @@
-"""Loading of a model by name. Never downloads anything; raises errors with plain explanations."""
+"""Loading of a model by name. Never downloads anything; raises errors with plain explanations.
+
+Reasons of failed loads: what an exception of mlx-lm, mlx-vlm or transformers says about a model's files.
+
+Tokenizer that tokenizer.json describes, whatever class tokenizer_config.json names.
+
+transformers 5 builds normalizer and pre-tokenizer of some classes itself and takes only the vocabulary from
+tokenizer.json, so that digits, spaces or accents become other tokens than in training.
+"""
 
 import json
+import logging
 import os
+import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from types import UnionType
+from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
 import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    IncompleteSnapshotError,
-    LocalEntryNotFoundError,
-)
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, IncompleteSnapshotError, LocalEntryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 from mlx.utils import tree_flatten, tree_map_with_path
-from mlx_lm.utils import load_model, load_tokenizer
+from mlx_lm.utils import (
+    _get_classes,  # pyright: ignore[reportPrivateUsage]  # the class that refused the values
+    load_model,
+    load_tokenizer,
+)
+from tokenizers import Tokenizer
+from transformers import PreTrainedConfig
 
 from protocol.checkpoint import CONTEXT_KEYS, UnusableRope, context_of, file_json, has_media
 from protocol.experts import has_index, read_index
@@ -28,23 +40,190 @@ from protocol.failures import Code
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
 from protocol.weight_files import UnusableWeights, check_tensors, weight_files
-from worker.errors import LoadFailed, foreign_code
+from worker.errors import LoadFailed, foreign_code, is_allocation_failure
 from worker.model import packing
 from worker.model.batch_mode import BatchModePlan
 from worker.model.checkpoint_view import CONFIG, checkpoint_view
-from worker.model.class_checks import check_activation, check_floats, check_head, untied, warn_of_window
+from worker.model.class_checks import check_activation, check_floats, check_head, check_rope, untied, warn_of_window
 from worker.model.division import Division
-from worker.model.experts.expert_cache import attach as attach_experts
-from worker.model.experts.gathered_rows import experts_per_token, pass_tokens
+from worker.model.experts import attach as attach_experts
+from worker.model.experts import experts_per_token, pass_tokens
 from worker.model.linears import Linears
-from worker.model.load_errors import explain
-from worker.model.rope_check import check_rope
-from worker.model.tokenizer_file import load_described
 from worker.speculation.drafter import Proposer
-from worker.vision.attach import Vision, attach
-from worker.vision.checkpoint import fold, text_config
-from worker.vision.needs import UnsupportedVision
-from worker.vision.text_model import load_text_model
+from worker.vision.checkpoint import UnsupportedVision, fold, load_text_model, text_config
+from worker.vision.tower import Vision, attach
+
+log = logging.getLogger("mlxd.worker")
+
+# Message of mlx-lm and mlx-vlm for a model_type without a module.
+_NO_ARCHITECTURE: Final = re.compile(r"Model type \S+ not supported")
+_UNSUPPORTED: Final = re.compile(r"not supported\b(?! between)|\bunsupported\b(?! operand)", re.IGNORECASE)
+_NUMBERS: Final = (int, float)
+
+
+def explain(path: Path, config: dict[str, Any], error: BaseException) -> LoadFailed:
+    """Return the failure of a load that raised `error`. `config` is the model's configuration, or empty."""
+    text = str(error)
+    reason = _sentence(text)
+    if _NO_ARCHITECTURE.search(text):
+        kind = config.get("model_type", "")
+        return LoadFailed(Code.MODEL_UNSUPPORTED, f"mlx-lm has no architecture '{kind}' ({path})", detail=text)
+    if "trust_remote_code" in text:
+        return LoadFailed(
+            Code.MODEL_UNSUPPORTED, f"{path} runs code of its own; allow it with trust_remote_code = true", detail=text
+        )
+    if is_allocation_failure(error):
+        return LoadFailed(Code.OUT_OF_MEMORY, f"not enough memory to load {path}", detail=text)
+    if isinstance(error, TypeError | AttributeError) and (mistyped := _mistyped(path, config)):
+        return LoadFailed(Code.MODEL_CORRUPT, f"{path} could not be loaded: {mistyped}", detail=text)
+    is_unsupported = isinstance(error, NotImplementedError) or _UNSUPPORTED.search(text)
+    code = Code.MODEL_UNSUPPORTED if is_unsupported else Code.MODEL_CORRUPT
+    return LoadFailed(code, f"{path} could not be loaded: {type(error).__name__}: {reason}", detail=text)
+
+
+def _sentence(text: str) -> str:
+    """Return the first line of a message, with the line after it if the first announces it: `… not in model:`."""
+    first, _, rest = text.partition("\n")
+    first, second = first.rstrip(), rest.partition("\n")[0].strip(" ,.")
+    return f"{first} {second}" if first.endswith(":") and second else first.strip(" :")
+
+
+def _mistyped(path: Path, config: dict[str, Any]) -> str:
+    """Return which value in the files has a type that its reader does not expect; empty if none is known."""
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict) and (key := _mistyped_key(part)):
+            return f"its config.json gives {key} as {json.dumps(part[key])}"
+    with suppress(OSError, ValueError):
+        match file_json(path / "tokenizer_config.json"):
+            case {"model_max_length": str() | list() | dict() as limit}:
+                return f"its tokenizer_config.json gives model_max_length as {json.dumps(limit)}"
+            case {}:
+                pass
+            case _:
+                return "its tokenizer_config.json is not a JSON object"
+    return ""
+
+
+def _mistyped_key(config: dict[str, Any]) -> str:
+    try:
+        _, arguments = _get_classes(config)
+        hints = get_type_hints(arguments)
+    except (ValueError, TypeError, LookupError, AttributeError, NameError):  # an architecture without typed arguments
+        return ""
+    unfit = [key for key, hint in hints.items() if key in config and not _fits(config[key], hint)]
+    # Published files have null for many keys that are not used, so any other value is a likelier cause.
+    return min(unfit, key=lambda key: config[key] is None, default="")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value may have this type; mlx-lm does not distinguish whole numbers from others."""
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, each) for each in get_args(hint))
+    kind = get_origin(hint) or hint
+    if kind in _NUMBERS:
+        return isinstance(value, _NUMBERS)
+    return not isinstance(kind, type) or isinstance(value, kind)
+
+
+_DESCRIPTION: Final = "tokenizer.json"
+_CONFIG: Final = "tokenizer_config.json"
+# The class of transformers that uses tokenizer.json as it is, and the key that names a class.
+_PLAIN_CLASS: Final = {"tokenizer_class": "PreTrainedTokenizerFast"}
+# Text that normalizers and pre-tokenizers treat differently. It begins with a space, because whether one is put before
+# a text may be set in tokenizer_config.json.
+_SAMPLE: Final = (
+    " In 2024 there were 1234 cats, 100,000 birds and 3.14e-10 fish; it's We're don't STOP ifThen  two   three\ttab"
+    " na\u00efve na\u0131\u0308ve e\u0301 \ufb01ne \uff21\uff22\uff11 \u00bd x\u00b2 \u65e5\u672c\u8a9e\u306e\u6587"
+    " \u4e2d\u6587\u5b57 \ud55c\uad6d\uc5b4 \u0440\u0443\u0441 \u0639\u0631\u0628\u064a \U0001f642 \u200bzero\u00a0wide"
+    "\ndef f(x_1, y2):\n    return x_1 ** 2 != y2[0]  # 42\n\n\n\tfor(int i=0;i<10;++i){a[i]+=0xFF;}\r\n <html> end"
+)
+_WITHOUT_SPACE: Final = "In 2024 it began"
+# Settings by which tokenizer_config.json changes on purpose what tokenizer.json describes.
+_PREFIX_KEYS: Final = frozenset({"add_prefix_space", "legacy"})
+_SPECIAL_KEYS: Final = frozenset({"add_bos_token", "add_eos_token"})
+_LISTED_TOKENS: Final = 6
+
+
+class _Differs(Exception):
+    """Raised for a tokenizer that is not the described one; the text is the difference."""
+
+
+def load_described(folder: Path, load: Callable[[Path, Mapping[str, Any]], Any]) -> Any:
+    """Load the tokenizer of a folder with `load`, in the class that it names or else without a class of its own.
+
+    `load` gets a folder and arguments for transformers' AutoTokenizer, and returns its tokenizer or mlx-lm's wrapper of
+    it. Raises `LoadFailed`, and the errors of `load`.
+    """
+    settings = _settings(folder)
+    if not (folder / _DESCRIPTION).exists() or "auto_map" in settings:  # code in the checkpoint is allowed or refused
+        return load(folder, {})
+    described = Tokenizer.from_file(str(folder / _DESCRIPTION))
+    described.no_truncation()
+    described.no_padding()
+    named: Any = None
+    try:
+        with foreign_code(lambda error: _Differs(f"{type(error).__name__}: {error}"), _Differs):
+            named = load(folder, {})
+            return _checked(named, described, settings)
+    except _Differs as difference:
+        if named is None and not settings:  # no class is named that could be replaced
+            return load(folder, {})
+        specials = _special_tokens(named, described) if named is not None else {}
+        changed = {**settings, **specials, **_PLAIN_CLASS}
+        with checkpoint_view(folder, {_CONFIG: changed}) as view:
+            # Some types of models have a class of tokenizers whatever tokenizer_config.json names, but not this one.
+            tokenizer = load(view, {"config": PreTrainedConfig()})
+        name = settings.get("tokenizer_class") or type(named).__name__
+        try:
+            _checked(tokenizer, described, settings)
+        except _Differs as other:
+            if named is not None and str(other) == str(difference):
+                return named  # transformers mends some files on purpose, in every class
+            message = f"{folder}: neither {name} nor the plain class reads its {_DESCRIPTION}: {difference}"
+            raise LoadFailed(Code.MODEL_UNSUPPORTED, message) from difference
+        log.warning("%s: %s differs from %s, which is used as it is: %s", folder, name, _DESCRIPTION, difference)
+        return tokenizer
+
+
+def _special_tokens(tokenizer: Any, described: Tokenizer) -> dict[str, str]:
+    """Return the special tokens of a tokenizer by their names, such as `eos_token`; some are defaults of its class."""
+    tokens = tokenizer.special_tokens_map.items()
+    return {key: text for key, text in tokens if isinstance(text, str) and described.token_to_id(text) is not None}
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    try:
+        content = file_json(folder / _CONFIG)
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _checked(tokenizer: Any, described: Tokenizer, settings: Mapping[str, Any]) -> Any:
+    """Return the tokenizer. Raises `_Differs` if it gives other tokens or texts than the described one.
+
+    A class without a backend has its vocabulary from elsewhere.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None) or tokenizer
+    samples = [_SAMPLE] if _PREFIX_KEYS & settings.keys() else [_SAMPLE, _WITHOUT_SPACE]
+    for sample in samples:
+        wanted = described.encode(sample, add_special_tokens=False).ids
+        _compare(described, tokenizer.encode(sample, add_special_tokens=False), wanted)
+        if backend.decode(wanted, skip_special_tokens=False) != described.decode(wanted, skip_special_tokens=False):
+            raise _Differs("its tokens become another text")
+    if not _SPECIAL_KEYS & settings.keys():
+        _compare(described, tokenizer.encode(samples[0]), described.encode(samples[0]).ids)
+        _compare(described, tokenizer.encode(samples[0], samples[-1]), described.encode(samples[0], samples[-1]).ids)
+    return tokenizer
+
+
+def _compare(described: Tokenizer, ids: list[int], wanted: list[int]) -> None:
+    if list(ids) == wanted:
+        return
+    at = next((at for at, (a, b) in enumerate(zip(ids, wanted, strict=False)) if a != b), min(len(ids), len(wanted)))
+    ours, theirs = ([described.id_to_token(id) for id in each[at : at + _LISTED_TOKENS]] for each in (ids, wanted))
+    raise _Differs(f"{ours} instead of {theirs}")
+
 
 DEMO: Final = "demo"
 DEMO_DIR: Final = Path(__file__).parents[1] / "demo_model"

@@ -1,10 +1,23 @@
-"""Stop strings in generated text: no part of a stop string is ever emitted, regardless of how the text is split."""
+"""Stop strings in generated text: no part of a stop string is ever emitted, regardless of how the text is split.
+
+Text that UTF-8 can encode.
+"""
 
 import re
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Final
+
+
+def encodable(text: str) -> str:
+    """Return `text` with a question mark for each lone surrogate, which UTF-8 cannot encode.
+
+    `json.loads` returns a lone surrogate for `"\\ud800"`, so names and messages that quote a client or a model may
+    contain some.
+    """
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
 
 # Maximum number of stop strings with a cached table; several requests with the maximum of stop strings need fewer.
 _MAX_CACHED: Final = 256

@@ -21,8 +21,7 @@ from worker.errors import LoadFailed
 from worker.kv.kv import KvLayout, kind_of_leaf, leaves
 from worker.model.batch_mode import BatchMode
 from worker.model.loader import LoadedModel
-from worker.prefix_cache.disk import CacheDisk
-from worker.prefix_cache.disk_limit import LABEL, CacheFormat, FolderOwner
+from worker.prefix_cache.disk import LABEL, CacheDisk, CacheFormat, FolderOwner
 from worker.prefix_cache.file_format import FORMAT, is_known
 
 __all__ = ["LABEL", "form_of", "model_form", "open_disk"]

@@ -2,6 +2,11 @@
 
 Models with only sliceable layers reuse any number of tokens; others reuse up to the deepest checkpoint on the path.
 Evicted KV can be read back if it was written to disk. Other threads do these reads, and a `Ticket` tracks them.
+
+Cursor of a row in the prefix tree. Drafts are taken from the tokens that followed the same text in earlier
+sequences.
+
+Records of what a lookup in the prefix cache found, and of KV that the cache lost, to explain misses.
 """
 
 import time
@@ -14,12 +19,102 @@ import mlx.core as mx
 
 from protocol.stats import Stats
 from worker.kv.kv import KvLayout, Span, arrays_of, assemble, part_span, slice_span, view_start
-from worker.prefix_cache.block_events import BlockEventLog
-from worker.prefix_cache.branch import PrefixCursor
 from worker.prefix_cache.disk import CacheDisk, DiskEntry, DiskRead
-from worker.prefix_cache.evictions import EVERYTHING, MAX_EVICTIONS, CacheLookup, Eviction
-from worker.prefix_cache.radix_tree import EMPTY, Extent, Path, RadixNode, TokenCost, Tokens, Tree, new_state
-from worker.prefix_cache.salts import salt_key
+from worker.prefix_cache.kv_events import BlockEventLog
+from worker.prefix_cache.radix_tree import EMPTY, Extent, Path, RadixNode, TokenCost, Tokens, Tree, new_state, salt_key
+
+
+class PrefixCursor:
+    """Position of a row in the prefix tree. The cursor reads only tokens, each in constant time. Owned by the engine
+    thread.
+
+    Edges may be split or evicted while the cursor holds a node, because the node keeps its tokens and its parent.
+    """
+
+    __slots__ = ("_at", "_node")
+
+    def __init__(self, node: RadixNode, at: int) -> None:
+        """`at` is the number of the row's tokens. The last of them is in `node`."""
+        self._node = node
+        self._at = at
+
+    def advance(self, tokens: Sequence[int]) -> bool:
+        """Move over these tokens of the row. Returns False if they are not in the tree."""
+        for token in tokens:
+            node = self._edge()
+            if self._at == node.end:
+                child = node.children.get(token)
+                if child is None:
+                    return False
+                node = child
+            elif node.tokens[self._at - node.begin] != token:
+                return False
+            self._node = node
+            self._at += 1
+        return True
+
+    def next_tokens(self, most: int) -> list[int]:
+        """Return at most `most` tokens that follow the row's position along the newest edges, up to a medium."""
+        node, at, following = self._edge(), self._at, list[int]()
+        while len(following) < most:
+            if at == node.end:
+                if not node.children:
+                    break
+                node = next(reversed(node.children.values()))
+            tokens = node.tokens[at - node.begin :][: most - len(following)].tolist()
+            medium = next((index for index, token in enumerate(tokens) if token < 0), None)
+            if medium is not None:
+                return following + tokens[:medium]
+            following += tokens
+            at += len(tokens)
+        return following
+
+    def _edge(self) -> RadixNode:
+        """Return the edge of the row's last token, which may have been split off `_node`."""
+        node = self._node
+        while self._at <= node.begin and node.parent is not None:
+            node = node.parent
+        return node
+
+
+# Maximum number of evictions that are remembered.
+MAX_EVICTIONS: Final = 1024
+# End of an eviction that has removed all KV.
+EVERYTHING: Final = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """Tokens [begin, end) of a path whose KV has left the memory `at` this time of the monotonic clock.
+
+    `owner` is the rid of the request that used them last, 0 if all KV was freed. `by` is the rid of the request that
+    needed the memory; 0 if the model's share of memory shrank, and the owner if its KV is larger than the cache.
+    """
+
+    at: float
+    owner: int
+    begin: int
+    end: int
+    by: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLookup:
+    """Result of a row's first lookup: `reused` tokens, of which `restored` came from disk, and the `known` tokens that
+    are in the tree, with or without KV.
+
+    `problem` is `disk` if a file was not read in time or was unusable, `scored` for a prompt that must be computed
+    completely, else empty.
+    """
+
+    reused: int = 0
+    restored: int = 0
+    known: int = 0
+    problem: str = ""
+
+
+SCORED: Final = CacheLookup(problem="scored")
+
 
 # Maximum number of arrays of prefixes and running rows together. Metal allows 499,000 buffers per process, and ends a
 # process that allocates more; many small nodes would reach that long before any budget of bytes.

@@ -5,12 +5,15 @@ is a prefix, shared by all sequences that begin with it. Each salt has its own t
 
 A node is *held* if its KV is in memory; its ancestors are held then too. The recency order keeps every held node newer
 than its held descendants, so that the oldest node is always a leaf, and eviction removes the oldest.
+
+Salts of prefixes: KV is never used under another salt.
 """
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -18,6 +21,34 @@ import numpy.typing as npt
 
 from worker.kv.kv import KvLayout, Span, arrays_of, copy_state, cut_span, extend_windows, slice_span
 from worker.prefix_cache.disk import DiskEntry
+
+_ADAPTER: Final = "lora:"
+
+
+def adapter_salt(digest: str) -> str:
+    """Return the prefix of the salts of rows with an adapter, from the hexadecimal digest of the adapter's files.
+
+    The prefix comes first, because a client chooses the end of a salt, after the part of its API key and a NUL.
+    """
+    return f"{_ADAPTER}{digest}\0"
+
+
+def salt_key(salt: str) -> str:
+    """Return the name that stands for a salt in the cache and its files, because these must not reveal the salt. The
+    integer id of an adapter is appended.
+    """
+    key = hashlib.blake2b(salt.encode(), digest_size=16).hexdigest()
+    if not salt.startswith(_ADAPTER):
+        return key
+    digest, _, _ = salt.removeprefix(_ADAPTER).partition("\0")
+    return f"{key}.{1 + int(digest[:8], 16) % (2**31 - 1)}"
+
+
+def adapter_number(key: str) -> int | None:
+    """Return the integer id of the adapter of a salt key, positive with 31 bits; None for the base model."""
+    _, _, number = key.partition(".")
+    return int(number) if number else None
+
 
 Tokens = npt.NDArray[np.int32]
 EMPTY: Tokens = np.empty(0, dtype=np.int32)

@@ -12,10 +12,17 @@ from protocol.prompts import ChatPrompt
 from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
 from worker.output.parsers.channels import Channels
-from worker.output.parsers.controls import NO_CONTROLS, Controls, is_markup
-from worker.output.parsers.detect import detect_family, reasoning_end, start_in_reasoning, vocabulary_families
-from worker.output.parsers.families import FAMILIES, UnknownFamily, resolve
+from worker.output.parsers.families import (
+    FAMILIES,
+    UnknownFamily,
+    detect_family,
+    reasoning_end,
+    resolve,
+    start_in_reasoning,
+    vocabulary_families,
+)
 from worker.output.parsers.parser import Parser, call_ids, make_parser
+from worker.output.parsers.reader import NO_CONTROLS, Controls, is_markup
 from worker.prompt.rewrites import USUAL_TOOL_FAMILY
 from worker.structured.tool_grammar.build import has_calls, next_message
 

@@ -1,11 +1,13 @@
 """Intake of generation requests: renders, encodes and validates each `Generate` to make a `Row`, on its own thread.
 
 MLX checks no bounds, so every token id that could reach it is checked here.
+
+Control tokens of chats: those that begin messages, and the one with which a chat template ends an answer.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from typing import Any, Final
 
 from msgspec import structs
 
@@ -23,50 +25,100 @@ from protocol.prompts import (
     TokensPrompt,
     TranscribePrompt,
 )
-from protocol.to_worker import (
-    Constraint,
-    Detokenize,
-    Generate,
-    Sampling,
-    Tokenize,
-)
+from protocol.to_worker import Constraint, Detokenize, Generate, Sampling, Tokenize
 from worker.engine.output import OutputWriter
-from worker.engine.questions import RowQuestions
-from worker.engine.row import PromptReport, Row, RowStats, RowText
+from worker.engine.row import PromptReport, Row, RowQuestions, RowStats, RowText
 from worker.errors import RequestInvalid
 from worker.model.loader import LoadedModel
 from worker.model.lora.adapters import Adapter, adapters_of
 from worker.output.detokenize import Vocabulary
-from worker.prompt.encode import PromptEncoder
+from worker.output.parsers.channels import Channels
+from worker.output.parsers.families import FAMILIES
+from worker.prompt.encode import PromptEncoder, WordIds
 from worker.prompt.family import ModelFamily, families_of
 from worker.prompt.infill import InfillPrompts
-from worker.prompt.media_prompt import EncodedPrompt, open_media, unserved
-from worker.prompt.next_turn import NextTurnPrompts
-from worker.prompt.questions import QuestionPrompts, question_salt, with_slot
-from worker.prompt.recent_prompts import RecentPrompts
-from worker.prompt.sparse_limits import NO_SPARSE, SparseLimits, name_kept
-from worker.prompt.templates import Renderer
-from worker.prompt.token_limits import (
+from worker.prompt.limits_and_truncation import (
+    CONTEXTS,
     MAX_CHARS_PER_TOKEN,
     MAX_COUNTED_CONTEXTS,
+    NO_SPARSE,
+    SparseLimits,
     check_countable,
     check_ids,
     check_limits,
     check_sampling,
     empty_prompt,
+    fit_tokens,
+    fit_turns,
     generates_text,
+    is_cut,
+    name_kept,
 )
-from worker.prompt.truncation import CONTEXTS, fit_tokens, fit_turns, is_cut
-from worker.prompt.turn_tokens import TurnStarts, warn_of_open_end
-from worker.prompt.word_ids import WordIds
-from worker.sampling.prompt_scores import scored_top
+from worker.prompt.media_prompt import EncodedPrompt, open_media, unserved
+from worker.prompt.miss_explainer import RecentPrompts
+from worker.prompt.next_turn import NextTurnPrompts
+from worker.prompt.questions import QuestionPrompts, question_salt, with_slot
+from worker.prompt.templates import Renderer
+from worker.sampling.logprobs import scored_top
 from worker.speculation.draft_state import UNLIMITED_DRAFT_TOKENS, Drafting
-from worker.speculation.text_sources.indexed_text import BREAK
+from worker.speculation.text_sources import BREAK
 from worker.structured.guides import Rules
 from worker.structured.tool_rules import DEFAULT_CALL_TOKENS, ToolRules
 from worker.vision.images import MediaLimits
 
 log = logging.getLogger("mlxd.worker")
+
+_WORD: Final = "word1"
+_CHAT: Final[list[dict[str, Any]]] = [
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": _WORD},
+    {"role": "user", "content": "y"},
+]
+
+
+class TurnStarts:
+    """Finder of the control tokens that begin messages."""
+
+    def __init__(
+        self, encoder: PromptEncoder, generation_prompt: str, hidden: frozenset[int], suppressed: Collection[int]
+    ) -> None:
+        """`generation_prompt` is the text that a template adds before an answer. Its first control token begins each
+        message; if it has none, all `hidden` tokens do. Tokens in `suppressed` stand for media."""
+        first = encoder.encode(generation_prompt, add_special_tokens=False)[:1]
+        self._tokens = (frozenset(first) & hidden or hidden) - set(suppressed)
+
+    def positions(self, ids: Sequence[int]) -> list[int]:
+        """Return the positions of messages after the first token."""
+        return [at for at, token in enumerate(ids) if token in self._tokens and at > 0]
+
+
+def warn_of_open_end(renderer: Renderer, family: str, tokenizer: Any, eos_ids: Container[int]) -> None:
+    """Log the control token that ends answers in the template and is no end-of-sequence token, if there is one.
+
+    It does not become one, because only the model's makers know whether it ends an answer or a part of it.
+    """
+    # Answers of these families have several messages, which end with another token than the answer.
+    if isinstance(FAMILIES[family].grammar, Channels):
+        return
+    if token := _open_end(renderer, tokenizer, eos_ids):
+        log.warning(
+            "the chat template ends answers with %s, which is not an end-of-sequence token: answers may go on to "
+            "their limit; add its id to eos_token_id in generation_config.json",
+            token,
+        )
+
+
+def _open_end(renderer: Renderer, tokenizer: Any, eos_ids: Container[int]) -> str:
+    if not renderer.has_template:
+        return ""
+    try:
+        _, has_answer, after = renderer.render(ChatPrompt(_CHAT)).rpartition(_WORD)
+    except RequestInvalid:
+        return ""
+    first = tokenizer.encode(after.lstrip(), add_special_tokens=False)[:1] if has_answer else []
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return next((added[token].content for token in first if token in added and token not in eos_ids), "")
+
 
 # Number of tokens at a prompt's end that are decoded to find whether the prompt ends inside reasoning.
 _PROMPT_END_TOKENS = 4096

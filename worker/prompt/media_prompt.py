@@ -14,15 +14,13 @@ from protocol.failures import Code
 from protocol.prompts import ChatPrompt, Media
 from worker.errors import RequestInvalid
 from worker.model.loader import LoadedModel
-from worker.prompt.contents import Content
 from worker.prompt.encode import PromptEncoder
-from worker.prompt.rewrites import Messages
+from worker.prompt.rewrites import Content, Messages
 from worker.prompt.templates import Renderer
+from worker.vision.checkpoint import UnsupportedVision
 from worker.vision.families import PreparedMedia, Processor, expanded, open_processor
 from worker.vision.images import MediaLimits
-from worker.vision.media import Span
-from worker.vision.needs import UnsupportedVision
-from worker.vision.positions import Grid, positions
+from worker.vision.media import Grid, Span, positions
 
 log = logging.getLogger("mlxd.worker")
 

@@ -26,7 +26,7 @@ from worker.output.parsers.think_and_calls import MarkupGrammar
 from worker.output.stops import StopScanner
 from worker.prefix_cache.radix_tree import common_prefix
 from worker.prompt.family import ModelFamily
-from worker.prompt.recent_prompts import RecentPrompt, RecentPrompts
+from worker.prompt.miss_explainer import RecentPrompt, RecentPrompts
 
 # Messages of the next turn are unknown. What is rendered alike with either of these texts comes before them.
 _UNKNOWN_TEXTS: Final = ("0", "Is it")

@@ -15,11 +15,11 @@ from protocol.failures import Code
 from protocol.group import RowQuestion
 from protocol.prompts import ChatPrompt
 from protocol.to_worker import LabelledQuestion
-from worker.engine.questions import RowQuestions, slice_ends
+from worker.engine.row import RowQuestions, slice_ends
 from worker.errors import RequestInvalid
 from worker.prompt.encode import PromptEncoder
 from worker.prompt.family import answer_opening
-from worker.prompt.token_limits import MAX_CHARS_PER_TOKEN, check_ids
+from worker.prompt.limits_and_truncation import MAX_CHARS_PER_TOKEN, check_ids
 from worker.vision.media import Span
 
 # Text in place of the question. Templates neither strip nor change characters of a private-use area.

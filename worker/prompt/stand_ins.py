@@ -20,9 +20,7 @@ from jinja2.exceptions import TemplateError
 
 from worker.output.parsers.families import FAMILIES
 from worker.output.parsers.think_and_calls import MarkupGrammar
-from worker.prompt.contents import words
-from worker.prompt.probe_chats import ANSWERED, ASKED, QUESTION, SAID, TOOL
-from worker.prompt.rewrites import Message, Messages
+from worker.prompt.rewrites import ANSWERED, ASKED, QUESTION, SAID, TOOL, Message, Messages, words
 
 _MARK: Final = "words_beside_call_"
 # Characters of which one stands on both sides of the number of a quoted marker: noncharacters and private characters of

@@ -1,12 +1,16 @@
-"""Rendering of chat messages to prompt text with the model's own template."""
+"""Rendering of chat messages to prompt text with the model's own template.
+
+Simplified tools for chat templates that support only plain schemas: one type per parameter, descriptions, no
+references.
+"""
 
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from jinja2.exceptions import TemplateError
 from msgspec import structs
@@ -14,56 +18,110 @@ from msgspec import structs
 from protocol.failures import Code
 from protocol.prompts import ChatPrompt
 from worker.errors import RequestInvalid
-from worker.prompt.chat_template import REFUSALS, ChatTemplate, thinking_variables
-from worker.prompt.contents import media, words
+from worker.output.parsers.schema import Schema, mapping, referred
+from worker.prompt.chat_template import REFUSALS, RENDERING, ChatTemplate, thinking_variables
 from worker.prompt.family import calling_family
-from worker.prompt.probe_chats import (
+from worker.prompt.rewrites import (
+    ADAPTATIONS,
     CALL,
+    CALL_IDS,
+    CALL_SHAPES,
     CALLED_WORDS,
     CALLING,
+    DROPPED_TURNS,
     LISTED_TOOL,
     NAMED_CALLS,
     NAMED_TOOL,
+    OPENED_TURNS,
     PROBED_TURNS,
     QUESTION,
     REASONED,
+    REFUSED_TURNS,
     RESULT,
+    SHOWN_NEXT,
     SHOWN_RESULT,
     TOOL,
-    WORD,
-)
-from worker.prompt.rewrites import (
-    ADAPTATIONS,
-    CALL_IDS,
-    CALL_SHAPES,
-    SHOWN_NEXT,
     USUAL_TOOL_FAMILY,
+    WORD,
     Messages,
+    Repair,
     alternating,
     arguments_as_json,
     as_parts,
     calls_in_content,
     calls_in_text,
+    last_calls_answered,
+    media,
     media_to_users,
     reasoning_in_blocks,
     reasoning_in_fields,
     reasoning_in_parts,
+    results_in_order,
     tools_in_text,
     unchanged,
     with_ids,
+    words,
 )
-from worker.prompt.simple_tools import simple_tools
 from worker.prompt.stand_ins import QuotedMarkers, marked, opening_of, with_words
-from worker.prompt.time_limit import RENDERING
-from worker.prompt.turn_repairs import (
-    DROPPED_TURNS,
-    OPENED_TURNS,
-    REFUSED_TURNS,
-    Repair,
-    last_calls_answered,
-    results_in_order,
-)
-from worker.vision.markers import MediaMarkers
+from worker.vision.media import MediaMarkers
+
+_MAX_DEPTH: Final = 12
+
+
+def simple_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return simplified tools in OpenAI's format: keywords other than types, names and descriptions are dropped."""
+    return [{"type": "function", "function": _function(mapping(tool.get("function")))} for tool in tools]
+
+
+def _function(function: Schema) -> dict[str, Any]:
+    parameters = mapping(function.get("parameters"))
+    return {
+        "name": function.get("name"),
+        "description": function.get("description") or "",
+        "parameters": _simple({**parameters, "type": "object"}, parameters, 0),
+    }
+
+
+def _simple(schema: Any, root: Schema, depth: int) -> dict[str, Any]:
+    fields = _chosen(mapping(schema), root)
+    kind = _kind(fields)
+    simple: dict[str, Any] = {"type": kind, "description": str(fields.get("description") or "")}
+    if isinstance(fields.get("enum"), list):
+        simple["enum"] = fields["enum"]
+    if depth >= _MAX_DEPTH:
+        return simple
+    if kind == "array":
+        simple["items"] = _simple(fields.get("items"), root, depth + 1)
+    if kind == "object":
+        inner = mapping(fields.get("properties"))
+        simple["properties"] = {name: _simple(each, root, depth + 1) for name, each in inner.items()}
+        simple["required"] = [name for name in fields.get("required") or () if name in inner]
+        simple["additionalProperties"] = {"type": "string", "description": ""}
+    return simple
+
+
+def _chosen(schema: Schema, root: Schema) -> Schema:
+    """Resolve references, and choose the first alternative that is not null."""
+    for _ in range(_MAX_DEPTH):
+        ref = schema.get("$ref")
+        options = next((schema[key] for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list)), None)
+        if isinstance(ref, str):
+            following = referred(ref, root)
+        elif options:
+            real = [mapping(option) for option in options if mapping(option).get("type") != "null"]
+            following = real[0] if real else {}
+        else:
+            break
+        schema = {**{key: schema[key] for key in ("description",) if key in schema}, **following}
+    return schema
+
+
+def _kind(fields: Schema) -> str:
+    declared = fields.get("type")
+    kinds = cast("list[Any]", declared) if isinstance(declared, list) else [declared]
+    first = next((kind for kind in kinds if isinstance(kind, str) and kind != "null"), None)
+    return first or ("object" if "properties" in fields else "array" if "items" in fields else "string")
+
 
 _NEAREST: Final = {"low": ("medium", "high", ""), "medium": ("high", "low", ""), "high": ("medium", "low", "")}
 

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from worker.speculation.text_sources.indexed_text import Tokens
-from worker.speculation.text_sources.lookup import Lookup
+from worker.speculation.text_sources import Lookup, Tokens
 
 UNLIMITED_DRAFT_TOKENS: Final = 1 << 30
 

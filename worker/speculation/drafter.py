@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from worker.speculation.draft_state import Branch, DraftedRow, Drafting
-from worker.speculation.text_sources.indexed_text import Tokens
+from worker.speculation.text_sources import Tokens
 
 Draw = Callable[[Sequence[Any], Any, int], Any]
 """(rows, logits `[rows, vocab]`, positions after the next) -> ids `[rows]`, as these rows would sample there."""

@@ -15,9 +15,7 @@ from protocol.chat_templates import ChatTemplates
 from protocol.checkpoint import file_json
 from protocol.failures import Code
 from protocol.spec import WorkerSpec
-from worker.engine.load_checks.gap_check import gap_problem
-from worker.engine.load_checks.kv_check import quantize_kv
-from worker.engine.load_checks.self_check import choose, sample
+from worker.engine.load_checks import choose, gap_problem, quantize_kv, sample
 from worker.engine.rank_peers import RankPeers
 from worker.errors import LoadFailed
 from worker.model.batch_mode import DETERMINISTIC, BatchMode, BatchModePlan
@@ -25,9 +23,9 @@ from worker.model.division import Division
 from worker.model.loader import LoadedModel, load, read_config, resolve
 from worker.model.lora.adapters import attach
 from worker.prompt.chat_template import compiled
-from worker.sparse.importance import ImportanceReader
+from worker.sparse import ImportanceReader
+from worker.speculation.drafters.mtp_and_eagle_heads import NoHead
 from worker.speculation.drafters.proposers import attach_draft, attach_head
-from worker.speculation.drafters.stored_head import NoHead
 
 _BYTE_ORDER_MARK: Final = "\ufeff"
 

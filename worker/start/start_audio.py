@@ -8,12 +8,10 @@ from protocol.kinds import AUDIO
 from protocol.spec import WorkerSpec
 from protocol.timing_profile import LoadFacts
 from worker.audio.audio_intake import AudioIntake
-from worker.audio.audio_loop import AudioLoop
+from worker.audio.audio_jobs import AudioLoop, ClipQueue, SampleMemory
 from worker.audio.audio_model import load_audio_model
-from worker.audio.clip_queue import ClipQueue
-from worker.audio.sample_memory import SampleMemory
 from worker.engine.gauges import Gauges
-from worker.engine.scheduling.kept_load import keep_load
+from worker.engine.scheduling.kept_file import keep_load
 from worker.link import GatewayLink
 from worker.model import memory
 from worker.start.job_intake import Refusing, refused_adapters, start_job_intake

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from protocol.from_worker import Ready
 from protocol.spec import DEFAULT_MAX_RUNNING, WorkerSpec
 from protocol.timing_profile import LoadFacts
-from worker.embedding.job_loop import JobLoop
+from worker.embedding.intake_and_loop import JobLoop, Preparer
 from worker.embedding.load_model import EmbeddingModel, load_embedding_model
-from worker.embedding.prepare import Preparer
 from worker.engine.gauges import Gauges
-from worker.engine.scheduling.kept_load import keep_load
+from worker.engine.scheduling.kept_file import keep_load
 from worker.link import GatewayLink
 from worker.model import memory
 from worker.start.job_intake import Refusing, refused_adapters, start_job_intake

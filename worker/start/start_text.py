@@ -1,9 +1,14 @@
-"""Start of a text worker: load, warm up, take requests."""
+"""Start of a text worker: load, warm up, take requests.
+
+Intake of text requests: turns them into rows for the engine, and reads adapters from disk.
+"""
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Final
 
 from protocol.failures import Code, Failure
@@ -12,25 +17,76 @@ from protocol.kinds import TEXT
 from protocol.model_info import MediaInfo
 from protocol.spec import WorkerSpec
 from protocol.timing_profile import FOLDER_ENV, LoadFacts
+from protocol.to_worker import Generate, SetAdapters
 from worker.engine.gauges import Gauges
-from worker.engine.inbox import EngineInbox
+from worker.engine.inbox import AdapterOrder, EngineInbox
 from worker.engine.loop import Engine
+from worker.engine.row import Row
 from worker.errors import LoadFailed
 from worker.group.coordinator import Coordinator, open_group
-from worker.kv_publisher import CannotPublish, KvPublisher
 from worker.link import GatewayLink
 from worker.model import memory
 from worker.model.batch_mode import KERNEL
 from worker.model.loader import LoadedModel
-from worker.model.lora.adapters import adapters_of
-from worker.prefix_cache.block_events import BlockEventLog
+from worker.model.lora.adapters import adapters_of, read_all
+from worker.prefix_cache.kv_events import BlockEventLog, CannotPublish, KvPublisher
 from worker.prompt.intake import Intake
+from worker.prompt.limits_and_truncation import SparseLimits
 from worker.prompt.miss_explainer import MissExplainer
-from worker.prompt.sparse_limits import SparseLimits
+from worker.prompt.tokenize_calls import ExplainMiss
 from worker.start.checked_model import load_checked
-from worker.start.job_intake import Refusing
-from worker.start.text_intake import start_text_intake
+from worker.start.job_intake import Refusing, start_intake
 from worker.vision.images import MediaLimits
+
+
+def start_text_intake(
+    loaded: LoadedModel,
+    intake: Intake,
+    inbox: EngineInbox,
+    link: GatewayLink,
+    gauges: Gauges,
+    refusing: Refusing,
+    compilers: ThreadPoolExecutor,
+    explain: ExplainMiss,
+) -> None:
+    """Call `start_intake` for a text model. Requests become rows in order, except those that wait for their grammar to
+    be compiled or for their questions to be encoded."""
+    orders: SimpleQueue[SetAdapters] = SimpleQueue()
+
+    def restrict(row: Row, request: Generate) -> None:
+        with refusing(row.rid):
+            intake.restrict(row, request)
+            inbox.put(row)
+
+    def ask(request: Generate, arrived: float) -> None:
+        with refusing(request.rid):
+            inbox.put(intake.row(request, arrived))
+
+    def prepare(request: Generate, arrived: float) -> None:
+        if request.questions:  # encoding hundreds of questions may take seconds
+            compilers.submit(ask, request, arrived)
+            return
+        row = intake.row(request, arrived)
+        if intake.is_restricted(request):
+            compilers.submit(restrict, row, request)
+        else:
+            inbox.put(row)
+
+    threading.Thread(target=_read_adapters, args=(loaded, orders, inbox, link), name="adapters", daemon=True).start()
+    start_intake(intake, prepare, orders.put, inbox.put, link, gauges, refusing, explain)
+
+
+def _read_adapters(
+    loaded: LoadedModel, orders: SimpleQueue[SetAdapters], inbox: EngineInbox, link: GatewayLink
+) -> None:
+    """Read and check adapters on a thread of their own, where they delay no row."""
+    adapters = adapters_of(loaded.model)
+    assert adapters is not None, "load_checked attaches them"
+    while True:
+        order = orders.get()
+        read = read_all(adapters, order.adapters)
+        inbox.put(AdapterOrder(order.call_id, order.adapters, read, link.announce_adapters))
+
 
 # Number of prompt tokens of the warm-up, which measures the KV cost per token.
 _WARM_UP_TOKENS: Final = 20

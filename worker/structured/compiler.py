@@ -25,10 +25,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 from protocol.failures import Code, Failure
 from protocol.to_worker import Constraint, ConstraintKind
 from worker.errors import RequestInvalid
-from worker.output.encodable import encodable
-from worker.structured.schema_check import SchemaInvalid, check
-from worker.structured.schema_exact import bound, dangling, exact, loosened
-from worker.structured.schema_repair import modern, repaired
+from worker.output.stops import encodable
+from worker.structured.json_schema import SchemaInvalid, bound, check, dangling, exact, loosened, modern, repaired
 
 Allowed = npt.NDArray[np.bool_]
 """`[vocab]`: which tokens may come next."""

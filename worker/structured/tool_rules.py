@@ -14,16 +14,12 @@ from protocol.prompts import ChatPrompt
 from protocol.to_worker import Constraint, ConstraintKind
 from worker.errors import RequestInvalid
 from worker.output.parsers.channels import Channels
-from worker.output.parsers.controls import is_markup
 from worker.output.parsers.families import FAMILIES
+from worker.output.parsers.reader import is_markup
 from worker.structured.compiler import CompiledGrammar
-from worker.structured.finish_early import EarlyFinish
-from worker.structured.guides import Prologue, Rule, Rules
-from worker.structured.schema_check import SchemaInvalid, check
-from worker.structured.schema_exact import dangling
-from worker.structured.schema_repair import modern, repaired
-from worker.structured.tool_grammar.build import CallGrammar, Calls, call_grammar, rest_of_call, strict_grammar
-from worker.structured.tool_grammar.heads import HEADS
+from worker.structured.guides import EarlyFinish, Prologue, Rule, Rules
+from worker.structured.json_schema import SchemaInvalid, check, dangling, modern, repaired
+from worker.structured.tool_grammar.build import HEADS, CallGrammar, Calls, call_grammar, rest_of_call, strict_grammar
 from worker.structured.tool_grammar.lark import MarkupTokens
 
 log = logging.getLogger("mlxd.worker")

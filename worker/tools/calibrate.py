@@ -22,11 +22,10 @@ from protocol.kinds import TEXT
 from protocol.spec import WorkerSpec, read_spec
 from protocol.timing_profile import FOLDER_ENV, Calibration, CalibrationResult, MeasuredSpeed
 from worker.embedding.load_model import kind_of_spec
-from worker.engine.capabilities import MAX_CALIBRATED_ROWS
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import EngineInbox
-from worker.engine.load_checks.silent_row import silent_row
-from worker.engine.loop import Engine
+from worker.engine.load_checks import silent_row
+from worker.engine.loop import MAX_CALIBRATED_ROWS, Engine
 from worker.errors import LoadFailed
 from worker.model import memory
 from worker.model.batch_mode import BatchMode

@@ -25,9 +25,7 @@ from protocol.experts import FOLDER, INDEX, VERSION, ExpertIndex, ExpertLayer, E
 from protocol.weight_files import weight_files
 from worker.errors import LoadFailed
 from worker.model.checkpoint_view import CONFIG, checkpoint_view
-from worker.model.experts.expert_cache import put, switches_of
-from worker.model.experts.gathered_rows import chosen_of
-from worker.model.experts.records import name_of, to_bytes
+from worker.model.experts import chosen_of, name_of, put, switches_of, to_bytes
 from worker.model.loader import check_weights, folded_config, read_config, resolve
 
 # Suffix of an incomplete folder, followed by the process id.

@@ -21,17 +21,26 @@ from PIL import Image
 from protocol.failures import Code
 from protocol.prompts import Media
 from worker.errors import RequestInvalid, foreign_code
+from worker.vision.checkpoint import UnsupportedVision
 from worker.vision.clips import FrameSampling, open_clip
-from worker.vision.gemma_layouts import Gemma3, Gemma3n, Gemma4
 from worker.vision.images import INVALID, MediaLimits, check_bytes, check_shape, decode, read_header, refused
-from worker.vision.layouts import Bounds, Expansion, Inputs, MediaLayout
-from worker.vision.markers import MediaMarkers
-from worker.vision.media import Medium
-from worker.vision.needs import UnsupportedVision
-from worker.vision.positions import Grid
-from worker.vision.qwen_layouts import Qwen, QwenByTime
+from worker.vision.layouts import (
+    Bounds,
+    Expansion,
+    Gemma3,
+    Gemma3n,
+    Gemma4,
+    Idefics3,
+    Inputs,
+    Lfm2Vl,
+    Llava,
+    MediaLayout,
+    Pixtral,
+    Qwen,
+    QwenByTime,
+)
+from worker.vision.media import Grid, MediaMarkers, Medium
 from worker.vision.sounds import read_audio
-from worker.vision.tile_layouts import Idefics3, Lfm2Vl, Llava, Pixtral
 
 log = logging.getLogger("mlxd.worker")
 

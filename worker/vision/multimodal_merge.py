@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.base import create_attention_mask
 
+from worker.vision.checkpoint import Mrope, Needs
 from worker.vision.media import Span
-from worker.vision.needs import Mrope, Needs
 
 _INNER: Final = ("language_model.model", "model.language_model", "model", "language_model")
 

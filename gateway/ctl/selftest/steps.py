@@ -214,7 +214,7 @@ STEPS: Final[tuple[SelftestStep, ...]] = (
     SelftestStep(
         "quantized-kv",
         "attention over quantized KV",
-        "`worker/engine/load_checks/kv_check.py`",
+        "`worker/engine/load_checks.py`",
         "with `kv_bits = 8` the log has no line `is dequantized for each step` (Metal has kernels for quantized KV, "
         "correct since MLX 0.32)",
         MAC,
@@ -224,7 +224,7 @@ STEPS: Final[tuple[SelftestStep, ...]] = (
     SelftestStep(
         "timing-profile",
         "the machine in the key of timing profiles",
-        "`worker/model/device.py`",
+        "`worker/engine/scheduling/kept_file.py`",
         "`state/wisdom/*.json` names chip, `N GPU cores` and `macOS BUILD`; a second start of the worker begins with "
         "those times (no `is not used` in the log)",
         MAC,
@@ -234,7 +234,7 @@ STEPS: Final[tuple[SelftestStep, ...]] = (
     SelftestStep(
         "watchdog",
         "Metal's watchdog",
-        "`WATCHDOG` in `worker/engine/scheduling/chunking.py`: a chunk has at most 512 · 65,536 / context tokens",
+        "`WATCHDOG` in `worker/engine/scheduling/pacing.py`: a chunk has at most 512 · 65,536 / context tokens",
         "the demo processes a prompt of most of its context without `ImpactingInteractivity`",
         MAC,
         gather.watchdog,
@@ -329,7 +329,7 @@ HAND: Final[tuple[HandRow, ...]] = (
     ),
     HandRow(
         "attention over quantized KV",
-        "`worker/engine/load_checks/kv_check.py`",
+        "`worker/engine/load_checks.py`",
         "`mlxctl verify` of a model with `kv_bits = 8`, and its speed",
         "python -m benchmarks.kv_bits qwen3-8b --dtype bfloat16 --what bytes,steps,chunks",
     ),
@@ -387,7 +387,7 @@ HAND: Final[tuple[HandRow, ...]] = (
     ),
     HandRow(
         "Metal's watchdog",
-        "`WATCHDOG` in `worker/engine/scheduling/chunking.py`: a chunk has at most 512 · 65,536 / context tokens",
+        "`WATCHDOG` in `worker/engine/scheduling/pacing.py`: a chunk has at most 512 · 65,536 / context tokens",
         "a prompt of 128k tokens on a model with `head_dim` 128 is processed without "
         "`ImpactingInteractivity`; `mlxctl top` beside it shows chunks of 256",
         "mlxctl top",
@@ -400,7 +400,7 @@ HAND: Final[tuple[HandRow, ...]] = (
     ),
     HandRow(
         "duty cycle",
-        "`worker/engine/scheduling/rests.py`",
+        "`worker/engine/scheduling/pacing.py`",
         "with `desktop = true` scrolling stays smooth while a long prompt is processed; `sudo "
         "powermetrics --samplers gpu_power` shows the GPU idle for a fifth of the time; tokens a second "
         "fall by about as much",
@@ -435,7 +435,7 @@ HAND: Final[tuple[HandRow, ...]] = (
     ),
     HandRow(
         "keeping idle models warm",
-        "`worker/engine/scheduling/heartbeat.py`",
+        "`worker/engine/scheduling/pacing.py`",
         'a request 10 s after the last one has its first token 0.3 to 1 s sooner with `keep_warm = "5m"`; no beats '
         "35 s after `pmset -g batt` says *Battery Power*",
         "sudo powermetrics --samplers gpu_power",

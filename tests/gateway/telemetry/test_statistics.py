@@ -18,8 +18,8 @@ from protocol.stats import Exported, Internal, Stats, StatusStats, marks, series
 from tests.gateway.harness import chat, running, until
 from tests.support.statistics import distinct
 from worker.engine.gauges import Gauges
-from worker.speculation.policy.speculator import Speculator
-from worker.speculation.text_sources.lookup import DraftSource
+from worker.speculation.policy import Speculator
+from worker.speculation.text_sources import DraftSource
 
 pytestmark = pytest.mark.anyio
 

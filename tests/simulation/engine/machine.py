@@ -18,16 +18,14 @@ from unittest.mock import patch
 from protocol.spec import WorkerSpec
 from tests.support.engine import spec
 from tests.support.models import build
-from worker.engine import loop, outbox, request_loop
+from worker.engine import loop, output, request_loop
 from worker.engine.batch import Batch
-from worker.engine.scheduling import kv_budget, memory_limits, pacer
-from worker.engine.scheduling.chunking import ChunkPlan
-from worker.engine.scheduling.pacer import Pacer
+from worker.engine.scheduling import kv_budget, memory_limits, pacing
+from worker.engine.scheduling.pacing import ChunkPlan, Pacer
 from worker.model.loader import LoadedModel
 from worker.model.memory import MlxDevice
 from worker.prefix_cache import prefix
-from worker.prefix_cache.disk import CacheDisk, DiskEntry, _Write
-from worker.prefix_cache.disk_limit import FolderOwner, ModelFolder
+from worker.prefix_cache.disk import CacheDisk, DiskEntry, FolderOwner, ModelFolder, _Write
 from worker.prompt.intake import Intake
 from worker.start.checked_model import load_checked
 from worker.structured import masks
@@ -39,7 +37,7 @@ KV_STEP = 8
 DISK_MIN_TOKENS = 16
 # Folder in memory for the disk cache, so that no world waits for the disk; None where there is none.
 MEMORY_FOLDER = "/dev/shm" if Path("/dev/shm").is_dir() else None
-_CLOCKED = loop, request_loop, outbox, memory_limits, pacer, prefix
+_CLOCKED = loop, request_loop, output, memory_limits, pacing, prefix
 
 
 @functools.cache

@@ -38,8 +38,8 @@ from worker.engine.gauges import Gauges
 from worker.engine.inbox import Command, EngineInbox
 from worker.engine.row import Row
 from worker.speculation.drafter import Drafter
-from worker.speculation.policy.speculator import Speculator
-from worker.tools.verify.trial_drafters import NoisyDrafts
+from worker.speculation.policy import Speculator
+from worker.tools.verify.verifier import NoisyDrafts
 
 # Ticks after which a row that could run, or a world without new tokens, counts as stuck.
 PATIENCE_TICKS = 40

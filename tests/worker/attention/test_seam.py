@@ -14,9 +14,8 @@ from tests.support.engine import EngineHarness, spec
 from tests.support.models import build
 from tests.support.scale import scaled
 from tests.support.tiled_attention import tiled
-from worker.attention.kernel import LayerKV
-from worker.attention.seam import bound_sums
-from worker.engine.load_checks.self_check import choose
+from worker.attention.kernel import LayerKV, bound_sums
+from worker.engine.load_checks import choose
 from worker.model.loader import load
 
 IDS = [20 + 7 * at for at in range(15)]

@@ -14,13 +14,11 @@ from protocol.spec import WorkerSpec
 from protocol.to_worker import Abort, Drain, Shutdown
 from tests.support import threads
 from tests.support.scale import patient
-from worker.audio.audio_job import AudioJob, AudioPiece
-from worker.audio.audio_loop import AudioLoop
+from worker.audio.audio_jobs import AudioJob, AudioLoop, AudioPiece, SampleMemory
 from worker.audio.audio_model import AudioModel
-from worker.audio.sample_memory import SampleMemory
 from worker.engine.gauges import Gauges
 from worker.errors import RequestInvalid
-from worker.jobs.turn_loop import LoopCommand
+from worker.jobs import LoopCommand
 
 SPEC = WorkerSpec("m", "", 1, "", "", max_running=1, max_waiting=3)
 

@@ -21,11 +21,8 @@ from tests.support import threads
 from tests.support.audio_models import build_moonshine, tone
 from tests.support.scale import patient
 from worker.audio.audio_intake import AudioIntake
-from worker.audio.audio_job import AudioJob
-from worker.audio.audio_loop import AudioLoop
+from worker.audio.audio_jobs import AudioJob, AudioLoop, ClipQueue, SampleMemory, bytes_for_clips
 from worker.audio.audio_model import AudioModel, load_audio_model
-from worker.audio.clip_queue import ClipQueue
-from worker.audio.sample_memory import SampleMemory, bytes_for_clips
 from worker.engine.gauges import Gauges
 from worker.errors import RequestInvalid
 

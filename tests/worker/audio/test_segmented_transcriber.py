@@ -16,9 +16,9 @@ from protocol.to_worker import Generate, Sampling
 from protocol.transcript import decode
 from tests.support.audio_models import build_moonshine, build_parakeet, build_qwen_asr, tone
 from worker.audio.audio_intake import AudioIntake
-from worker.audio.audio_job import AudioJob
+from worker.audio.audio_jobs import AudioJob
 from worker.audio.audio_model import AudioModel, load_audio_model
-from worker.audio.silence_segments import SegmentedTranscriber, windows
+from worker.audio.transcriber import SegmentedTranscriber, windows
 from worker.embedding.load_model import kind_of_spec
 from worker.errors import LoadFailed, RequestInvalid
 from worker.vision.sounds import read_audio

@@ -13,9 +13,9 @@ from protocol.spec import WorkerSpec
 from protocol.to_worker import Generate, Sampling
 from tests.support.audio_models import build_qwen_tts, build_soprano
 from worker.audio.audio_intake import AudioIntake
-from worker.audio.audio_job import AudioJob
+from worker.audio.audio_jobs import AudioJob
 from worker.audio.audio_model import AudioModel, load_audio_model
-from worker.audio.sentences import groups
+from worker.audio.speaker import groups
 from worker.errors import LoadFailed, RequestInvalid
 
 

@@ -18,12 +18,11 @@ from protocol.spec import WorkerSpec
 from protocol.to_worker import BATCH_PRIORITY, Abort, Drain, SetMemory, Shutdown
 from tests.support import threads
 from tests.support.scale import patient
-from worker.embedding.job import EmbeddingInput, EmbeddingJob, Numbers
-from worker.embedding.job_loop import JobLoop, take_group
-from worker.embedding.load_model import EmbeddingModel
+from worker.embedding.intake_and_loop import JobLoop, take_group
+from worker.embedding.load_model import EmbeddingInput, EmbeddingJob, EmbeddingModel, Numbers
 from worker.engine.gauges import Gauges
 from worker.errors import StepFailed
-from worker.jobs.turn_loop import LoopCommand
+from worker.jobs import LoopCommand
 
 SPEC = WorkerSpec("m", "", 1, "", "", max_running=2, max_waiting=3)
 

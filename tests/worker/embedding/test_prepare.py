@@ -13,9 +13,8 @@ from protocol.prompts import ChatPrompt, EmbedPrompt, Prompt, ScorePrompt, TextP
 from protocol.to_worker import Detokenize, Generate, Sampling, Tokenize
 from tests.support.engine import spec
 from tests.support.reading_models import PROMPTS, build_embedder, build_reranker
-from worker.embedding.job import EmbeddingJob
-from worker.embedding.load_model import load_embedding_model
-from worker.embedding.prepare import Preparer
+from worker.embedding.intake_and_loop import Preparer
+from worker.embedding.load_model import EmbeddingJob, load_embedding_model
 from worker.errors import LoadFailed, RequestInvalid
 
 Made = Callable[..., EmbeddingJob]

@@ -15,9 +15,8 @@ from protocol.to_worker import Generate, Sampling
 from tests.support.engine import spec
 from tests.support.reading_models import EMBEDDERS, PAIRS, RERANKERS, TEXTS, build_embedder, build_reranker
 from tests.support.reading_reference import QUERY
-from worker.embedding.job import EmbeddingInput
-from worker.embedding.load_model import EmbeddingModel, kind_of_spec, load_embedding_model
-from worker.embedding.prepare import Preparer
+from worker.embedding.intake_and_loop import Preparer
+from worker.embedding.load_model import EmbeddingInput, EmbeddingModel, kind_of_spec, load_embedding_model
 
 # Of torch's own kernels in float32, and of ours in a batch.
 FROM_TORCH: Final = 5e-6

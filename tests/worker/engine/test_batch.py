@@ -19,7 +19,7 @@ from worker.kv.kv import KvLayout
 from worker.model.loader import LoadedModel, load
 from worker.prefix_cache.prefix import PrefixCache
 from worker.prompt.intake import Intake
-from worker.speculation.policy.speculator import Speculator
+from worker.speculation.policy import Speculator
 
 MIB = 1 << 20
 

@@ -17,8 +17,7 @@ from protocol.spec import WorkerSpec
 from protocol.to_worker import Abort, Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB
-from worker.engine.scheduling.chunking import ChunkPlan
-from worker.engine.scheduling.pacer import Pacer
+from worker.engine.scheduling.pacing import ChunkPlan, Pacer
 from worker.model.pass_costs import PassCosts
 
 CHUNK = 32

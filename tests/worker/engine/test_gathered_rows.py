@@ -14,9 +14,9 @@ from protocol.prompts import TokensPrompt
 from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB
-from worker.engine.scheduling.chunking import ChunkPolicy
-from worker.model.experts.gathered_rows import MAX_GATHERED_ROWS, chosen_of, pass_tokens
-from worker.tools.verify.trial_drafters import NoisyDrafts
+from worker.engine.scheduling.pacing import ChunkPolicy
+from worker.model.experts import MAX_GATHERED_ROWS, chosen_of, pass_tokens
+from worker.tools.verify.verifier import NoisyDrafts
 
 ROWS = 6
 
@@ -62,7 +62,7 @@ def test_the_experts_of_a_pass_never_gather_more_rows_than_the_bound(
     for request, result in zip(requests(), whole, strict=True):
         drafter.learn([*request.prompt.ids, *result.ids])
     counts.clear()
-    monkeypatch.setattr("worker.model.experts.gathered_rows.MAX_GATHERED_ROWS", most)
+    monkeypatch.setattr("worker.model.experts.MAX_GATHERED_ROWS", most)
     with EngineHarness(plain, drafter=drafter) as engine:
         bounded = engine.run(requests())
 
@@ -93,7 +93,7 @@ def test_a_fixed_chunk_of_a_lone_prompt_is_bounded_as_well() -> None:
 def test_drafts_are_off_where_the_blocks_of_all_rows_would_exceed_a_pass(
     model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.model.experts.gathered_rows.MAX_GATHERED_ROWS", 2 * 16 * ROWS - 1)
+    monkeypatch.setattr("worker.model.experts.MAX_GATHERED_ROWS", 2 * 16 * ROWS - 1)
     with EngineHarness(spec(model_folder("qwen3_moe"), max_running=ROWS, speculate="auto")) as engine:
         assert engine.engine.speculation.startswith("off, because the experts of a pass")
     with EngineHarness(spec(model_folder("qwen3_moe"), max_running=ROWS - 1, speculate="auto")) as engine:

@@ -22,8 +22,8 @@ from tests.worker.output.parsers.test_fuzz import mutated
 from worker.engine.output import OutputWriter, TokenOutput
 from worker.engine.row import Row
 from worker.output.detokenize import Vocabulary
-from worker.output.parsers.controls import Controls
 from worker.output.parsers.parser import make_parser
+from worker.output.parsers.reader import Controls
 from worker.output.stops import StopScanner
 
 CASES = load_cases()

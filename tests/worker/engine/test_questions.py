@@ -16,7 +16,7 @@ from protocol.prompts import ChatPrompt, TokensPrompt
 from protocol.to_worker import Abort, Generate, LabelledQuestion, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.scale import scaled
-from worker.engine.questions import SLICE_TOKENS, inner_paths, next_tokens, slice_ends
+from worker.engine.row import SLICE_TOKENS, inner_paths, next_tokens, slice_ends
 from worker.prompt.questions import with_slot
 
 rids = itertools.count(1)

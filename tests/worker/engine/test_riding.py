@@ -17,7 +17,7 @@ from tests.support.models import KINDS, SAMPLE, VOCAB
 from tests.support.scale import scaled
 from tests.worker.engine.test_exact import tokens
 from worker.engine.batch import Batch
-from worker.engine.scheduling.pass_time import PassTime
+from worker.engine.scheduling.pacing import PassTime
 from worker.kv import ragged
 from worker.kv.kv import KvLayout
 from worker.model.loader import LoadedModel, load
@@ -25,7 +25,7 @@ from worker.model.packing import PackedRows
 from worker.prefix_cache.prefix import PrefixCache
 from worker.prompt.intake import Intake
 from worker.speculation.drafter import Drafter
-from worker.tools.verify.trial_drafters import NoisyDrafts
+from worker.tools.verify.verifier import NoisyDrafts
 
 LENGTHS = (5, 70, 33, 100, 12)
 
@@ -173,7 +173,7 @@ def test_each_pass_is_timed_once_with_its_rows_width_and_tokens(
 def test_grammars_penalties_and_logprobs_are_right_beside_prompts_that_ride_and_leave(
     architecture: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.engine.scheduling.chunking._MARGIN", 0.0)  # whichever way is quicker here
+    monkeypatch.setattr("worker.engine.scheduling.pacing._MARGIN", 0.0)  # whichever way is quicker here
     batch = [structs.replace(request, top_logprobs=2) for request in requests(output=30)]
     batch[0] = structs.replace(batch[0], constraint=Constraint(ConstraintKind.REGEX, "[a-z ]+"))
     batch[1] = structs.replace(batch[1], sampling=structs.replace(batch[1].sampling, repetition_penalty=1.3))

@@ -17,7 +17,7 @@ from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
 from worker.errors import RequestInvalid
-from worker.prompt.token_limits import check_limits
+from worker.prompt.limits_and_truncation import check_limits
 from worker.sampling.penalties import BadWords
 
 rids = itertools.count(1)

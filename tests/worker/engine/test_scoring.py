@@ -20,13 +20,10 @@ from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
 from tests.support.scale import patient, scaled
 from worker.engine.batch import Batch
-from worker.engine.generator import Generator
-from worker.engine.scheduling.chunking import ChunkPlan
-from worker.engine.scheduling.pacer import Pacer
-from worker.engine.scoring import SLICE_TOKENS, ScoredRows
-from worker.engine.sequence_group import SequenceGroup
-from worker.sampling.logprobs import LogprobReader
-from worker.sampling.prompt_scores import PromptScore
+from worker.engine.decode_batch import SequenceGroup
+from worker.engine.generator import SLICE_TOKENS, Generator, ScoredRows
+from worker.engine.scheduling.pacing import ChunkPlan, Pacer
+from worker.sampling.logprobs import LogprobReader, PromptScore
 
 rids = itertools.count(1)
 LENGTHS = (1, 2, SLICE_TOKENS, SLICE_TOKENS + 1, 2 * SLICE_TOKENS + 3)

@@ -18,7 +18,7 @@ from tests.worker.engine.test_exact import requests, tokens
 from worker.engine.decode_batch import DecodeBatch
 from worker.speculation.draft_state import DraftedRow
 from worker.speculation.drafter import Drafter
-from worker.tools.verify.trial_drafters import NoisyDrafts
+from worker.tools.verify.verifier import NoisyDrafts
 
 GREEDY = Sampling(temperature=0.0)
 ENDLESS = Sampling(temperature=0.0, ignore_eos=True)

@@ -15,7 +15,7 @@ from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
 from tests.support.scale import scaled
-from worker.tools.verify.trial_drafters import NoisyDrafts
+from worker.tools.verify.verifier import NoisyDrafts
 
 rids = itertools.count(1)
 

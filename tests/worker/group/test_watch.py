@@ -14,8 +14,7 @@ from protocol.sockets import KeyPair
 from protocol.spec import RankSpec
 from tests.support.ranks import group_spec, ranks_with
 from tests.support.scale import patient
-from worker.group.rank_sockets import RankSockets
-from worker.group.watch import LeadWatch, RankProgress
+from worker.group.watch import LeadWatch, RankProgress, RankSockets
 
 STEP_S = patient(0.25)
 

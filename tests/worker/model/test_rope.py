@@ -21,10 +21,10 @@ from protocol.failures import Code
 from tests.support.engine import spec
 from tests.support.models import build, write
 from tests.support.scale import scaled
-from worker.embedding.encoder_files import shape_of
+from worker.embedding.backbones import shape_of
 from worker.errors import LoadFailed
+from worker.model.class_checks import check_rope
 from worker.model.loader import load
-from worker.model.rope_check import check_rope
 from worker.vision.checkpoint import fold, text_config
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = json.loads(

@@ -13,8 +13,7 @@ from transformers import AutoTokenizer
 
 from tests.support.engine import spec
 from tests.support.models import build
-from worker.model.loader import load
-from worker.model.tokenizer_file import load_described
+from worker.model.loader import load, load_described
 
 TEXTS = [
     "In 1234 there were 56 cats and 7890 dogs, 100,000 birds; x = 42 + 1337", "call 555 0199 now",

@@ -23,8 +23,7 @@ from tests.support.models import build
 from tests.support.reading_models import build_embedder
 from worker.audio.audio_model import load_audio_model
 from worker.embedding.backbones import DecoderBackbone, load_backbone
-from worker.embedding.job import EmbeddingInput
-from worker.embedding.load_model import load_embedding_model
+from worker.embedding.load_model import EmbeddingInput, load_embedding_model
 from worker.errors import LoadFailed
 from worker.model.checkpoint_view import CONFIG, checkpoint_view, files_of
 from worker.model.loader import check_weights, load, read_config

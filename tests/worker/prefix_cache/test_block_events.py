@@ -11,20 +11,20 @@ import zmq
 
 from tests.support.caches import filled, layout
 from tests.support.scale import patient
-from worker import kv_publisher
-from worker.kv_publisher import END_SEQUENCE, CannotPublish, KvPublisher
-from worker.prefix_cache import block_events
-from worker.prefix_cache.block_events import (
+from worker.prefix_cache import kv_events
+from worker.prefix_cache.kv_events import (
     BLOCK,
+    END_SEQUENCE,
     AllBlocksCleared,
     BlockEventLog,
     BlockRemoved,
     BlockStored,
+    CannotPublish,
     Event,
+    KvPublisher,
 )
 from worker.prefix_cache.prefix import PrefixCache
-from worker.prefix_cache.radix_tree import Tokens
-from worker.prefix_cache.salts import adapter_number, adapter_salt, salt_key
+from worker.prefix_cache.radix_tree import Tokens, adapter_number, adapter_salt, salt_key
 
 Block = tuple[int | None, tuple[int, ...]]
 
@@ -122,8 +122,8 @@ def test_a_prompt_that_is_stored_in_pieces_is_hashed_once(monkeypatch: pytest.Mo
         hashed.extend(hashes)
         return hashes
 
-    hash_blocks = block_events.hash_blocks
-    monkeypatch.setattr(block_events, "hash_blocks", counted)
+    hash_blocks = kv_events.hash_blocks
+    monkeypatch.setattr(kv_events, "hash_blocks", counted)
     router, prompt = Router(), [at % 50 for at in range(1000)]
     cache = PrefixCache(layout("plain"), 1 << 30, journal=BlockEventLog(router.hear))
     for end in range(10, 1001, 10):
@@ -183,7 +183,7 @@ def test_events_are_published_in_order_and_replayed_to_those_who_missed_them() -
 
 
 def test_batches_for_replays_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_publisher, "MAX_REPLAY_BYTES", 3000)
+    monkeypatch.setattr(kv_events, "MAX_REPLAY_BYTES", 3000)
     endpoint, replay = free_address(), free_address()
     publisher = KvPublisher(endpoint, replay)
     context = zmq.Context()

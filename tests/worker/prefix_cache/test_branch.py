@@ -9,10 +9,10 @@ from protocol.prompts import TokensPrompt
 from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from tests.worker.structured.test_drafted_rows import Free
-from worker.prefix_cache.branch import PrefixCursor
+from worker.prefix_cache.prefix import PrefixCursor
 from worker.prefix_cache.radix_tree import EMPTY, RadixNode
-from worker.speculation.policy.speculator import Speculator
-from worker.speculation.text_sources.lookup import DraftSource
+from worker.speculation.policy import Speculator
+from worker.speculation.text_sources import DraftSource
 
 
 def below(parent: RadixNode, *tokens: int) -> RadixNode:

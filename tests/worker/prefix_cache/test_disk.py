@@ -26,8 +26,7 @@ from tests.support.scale import patient, scaled
 from worker.kv.kv import Span, arrays_of
 from worker.prefix_cache.disk import CacheDisk, DiskEntry, FileStatus
 from worker.prefix_cache.prefix import PrefixCache
-from worker.prefix_cache.radix_tree import Tokens
-from worker.prefix_cache.salts import salt_key
+from worker.prefix_cache.radix_tree import Tokens, salt_key
 
 PLENTY = 1 << 30
 

@@ -17,8 +17,7 @@ from gateway.model_files import prefix_files
 from tests.support import disk as folder
 from tests.support.scale import patient
 from tests.worker.prefix_cache.test_disk import PLENTY, write
-from worker.prefix_cache.disk import CacheDisk
-from worker.prefix_cache.disk_limit import LABEL, QUARANTINE, CacheFormat, FolderOwner
+from worker.prefix_cache.disk import LABEL, QUARANTINE, CacheDisk, CacheFormat, FolderOwner
 
 OLD = CacheFormat("libraries", "layout", "old weights", "configuration", "tokenizer")
 OLDER = CacheFormat("libraries", "layout", "older weights", "configuration", "tokenizer")

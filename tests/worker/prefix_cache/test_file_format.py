@@ -20,7 +20,7 @@ from worker.prefix_cache.file_format import (
     load,
     open_file,
 )
-from worker.prefix_cache.salts import salt_key
+from worker.prefix_cache.radix_tree import salt_key
 
 TOKENS = np.arange(40, 60, dtype=np.int32)
 

@@ -13,7 +13,7 @@ import pytest
 from tests.support.engine import spec
 from tests.support.models import build, shallow
 from worker.model.loader import load
-from worker.prefix_cache.disk_limit import CacheFormat
+from worker.prefix_cache.disk import CacheFormat
 from worker.prefix_cache.fingerprint import model_form
 
 

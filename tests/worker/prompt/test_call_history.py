@@ -11,7 +11,7 @@ from protocol.from_worker import DeltaKind
 from protocol.prompts import ChatPrompt
 from tests.worker.output.parsers.replay import Case, calls_of, replay, text_of
 from tests.worker.prompt.test_templates import Tokenizer
-from worker.output.parsers.detect import detect_family
+from worker.output.parsers.families import detect_family
 from worker.prompt.family import calling_family
 from worker.prompt.templates import Renderer
 

@@ -10,11 +10,10 @@ from protocol.failures import Code
 from protocol.prompts import ChatPrompt, Media
 from tests.worker.prompt.test_templates import WEATHER, Tokenizer
 from worker.errors import RequestInvalid
-from worker.prompt.contents import joined, parts, words, wrapped
-from worker.prompt.rewrites import SHOWN_NEXT
+from worker.prompt.rewrites import SHOWN_NEXT, joined, parts, words, wrapped
 from worker.prompt.templates import Renderer
 from worker.start.checked_model import adopt_template
-from worker.vision.markers import MediaMarkers
+from worker.vision.media import MediaMarkers
 
 MARKERS = MediaMarkers({"image": "<img>", "video": "<vid>"}, ("<pad>",))
 MACRO = """

@@ -18,12 +18,10 @@ from protocol.prompts import ChatPrompt, Media, TextPrompt
 from protocol.to_worker import Explain
 from tests.support import disk as folder
 from tests.support.caches import filled, layout
-from worker.engine.load_checks.silent_row import silent_row
+from worker.engine.load_checks import silent_row
 from worker.prefix_cache.disk import CacheDisk
-from worker.prefix_cache.evictions import SCORED
-from worker.prefix_cache.prefix import PrefixCache
-from worker.prompt.miss_explainer import MissExplainer
-from worker.prompt.recent_prompts import RecentPrompts
+from worker.prefix_cache.prefix import SCORED, PrefixCache
+from worker.prompt.miss_explainer import MissExplainer, RecentPrompts
 
 PLENTY = 1 << 30
 SYSTEM = "You are the helper of a shop that sells bicycles, and you answer in one sentence. "

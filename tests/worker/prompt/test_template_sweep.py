@@ -20,10 +20,10 @@ from protocol.prompts import ChatPrompt, Media
 from tests.worker.output.parsers.replay import Case, calls_of, replay
 from tests.worker.prompt.test_templates import Tokenizer
 from tests.worker.prompt.test_turn_repairs import conversation
-from worker.output.parsers.detect import start_in_reasoning
+from worker.output.parsers.families import start_in_reasoning
 from worker.prompt.family import calling_family
 from worker.prompt.templates import Renderer
-from worker.vision.markers import MediaMarkers
+from worker.vision.media import MediaMarkers
 
 DATA = os.environ.get("MLXD_PARSER_DATA", "")
 pytestmark = pytest.mark.skipif(not DATA, reason="MLXD_PARSER_DATA is not set")

@@ -18,8 +18,8 @@ from tests.support.scale import patient
 from worker.errors import RequestInvalid
 from worker.model.loader import load
 from worker.prompt import templates
+from worker.prompt.chat_template import TimeLimit
 from worker.prompt.intake import Intake
-from worker.prompt.time_limit import TimeLimit
 
 # More than the probes of a template have.
 MANY = 14

@@ -19,8 +19,8 @@ from worker.engine.row import Row
 from worker.errors import RequestInvalid
 from worker.prompt.infill import InfillPrompts
 from worker.prompt.intake import Intake
+from worker.prompt.limits_and_truncation import _least, excess, fit_tokens, turn_starts  # pyright: ignore[reportPrivateUsage]
 from worker.prompt.media_prompt import EncodedPrompt
-from worker.prompt.truncation import _least, excess, fit_tokens, turn_starts  # pyright: ignore[reportPrivateUsage]
 from worker.start.checked_model import load_checked
 
 CONTEXT = 400

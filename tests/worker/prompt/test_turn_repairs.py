@@ -10,8 +10,8 @@ from protocol.prompts import ChatPrompt
 from tests.support.scale import scaled
 from tests.worker.prompt.test_templates import Tokenizer
 from worker.errors import RequestInvalid
+from worker.prompt.rewrites import results_in_order
 from worker.prompt.templates import Renderer
-from worker.prompt.turn_repairs import results_in_order
 
 Turns = list[dict[str, Any]]
 WORD = re.compile(r"[A-Z]+-\d+W")

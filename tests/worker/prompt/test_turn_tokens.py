@@ -6,8 +6,8 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 
 from worker.model.loader import DEMO_DIR
+from worker.prompt.intake import warn_of_open_end
 from worker.prompt.templates import Renderer
-from worker.prompt.turn_tokens import warn_of_open_end
 
 END = 2
 

@@ -15,17 +15,17 @@ from mlx_lm.utils import load_model
 from tests.support.models import VOCAB
 from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
-from worker.sparse.chooser import Chooser
-from worker.sparse.importance import (
+from worker.sparse import (
+    BLOCK_TOKENS,
     CHUNK_TOKENS,
     LOOKAHEAD_TOKENS,
     MIN_CHUNK_TOKENS,
     POOL_TOKENS,
     PRODUCTS_PER_CHUNK,
+    Chooser,
     ImportanceReader,
     chunk_at,
 )
-from worker.sparse.selected_tokens import BLOCK_TOKENS
 
 PROMPT = np.random.default_rng(3).integers(20, 420, CHUNK_TOKENS + 90).astype(np.int32)
 

@@ -14,10 +14,10 @@ from protocol.prompts import TokensPrompt
 from protocol.to_worker import Generate, Sampling
 from tests.support.engine import spec
 from tests.support.models import ARCHITECTURES, VOCAB
-from worker.engine.load_checks.gap_check import gap_problem
+from worker.engine.load_checks import gap_problem
 from worker.errors import LoadFailed, RequestInvalid
 from worker.kv.quantized import KvForm, set_kv_form
-from worker.prompt.sparse_limits import NO_SPARSE, SparseLimits
+from worker.prompt.limits_and_truncation import NO_SPARSE, SparseLimits
 from worker.start.checked_model import load_checked
 
 LIMITS = SparseLimits(0.25, 1000)

@@ -21,9 +21,8 @@ from tests.support.heads import damp
 from tests.support.models import VOCAB, build, shallow
 from tests.worker.engine.test_exact import tokens
 from worker.kv import ragged
-from worker.sparse.importance import LOOKAHEAD_TOKENS
-from worker.sparse.selected_tokens import BLOCK_TOKENS, SelectedTokens, count_kept
-from worker.tools.verify.trial_drafters import NoisyDrafts
+from worker.sparse import BLOCK_TOKENS, LOOKAHEAD_TOKENS, SelectedTokens, count_kept
+from worker.tools.verify.verifier import NoisyDrafts
 
 # Two of its ten blocks are left out; what is kept and 256 tokens more fill the room of KV but for eight.
 PROMPT = 9 * BLOCK_TOKENS + 120

@@ -14,7 +14,7 @@ from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import build
 from tests.worker.engine.test_tools import PLAIN, calls
-from worker.structured.tool_grammar.heads import HEADS
+from worker.structured.tool_grammar.build import HEADS
 
 KIND = ConstraintKind
 WEATHER: dict[str, Any] = {

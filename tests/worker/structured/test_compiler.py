@@ -20,7 +20,7 @@ from tests.support.scale import patient
 from worker.errors import RequestInvalid
 from worker.structured import compiler as grammars
 from worker.structured.compiler import GrammarFailed, Grammars, GrammarWalk
-from worker.structured.schema_check import SchemaInvalid, check
+from worker.structured.json_schema import SchemaInvalid, check
 
 KIND = ConstraintKind
 VOCAB = 512

@@ -14,10 +14,10 @@ from tests.support.models import VOCAB
 from tests.support.scale import patient, scaled
 from tests.worker.structured.test_masks import mixed, tokens
 from worker.model.pass_costs import PassCosts
-from worker.speculation.policy.speculator import Speculator
-from worker.speculation.text_sources.lookup import DraftSource
+from worker.speculation.policy import Speculator
+from worker.speculation.text_sources import DraftSource
 from worker.structured import masks
-from worker.tools.verify.trial_drafters import NoisyDrafts
+from worker.tools.verify.verifier import NoisyDrafts
 
 WEATHER: dict[str, Any] = {
     "type": "object",

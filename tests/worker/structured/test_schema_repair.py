@@ -15,8 +15,7 @@ from tests.support.scale import scaled
 from tests.worker.structured.test_compiler import accepts, made
 from tests.worker.structured.test_tool_grammar import make, walk
 from worker.errors import RequestInvalid
-from worker.structured.schema_exact import dangling
-from worker.structured.schema_repair import modern, repaired
+from worker.structured.json_schema import dangling, modern, repaired
 
 
 @pytest.fixture(scope="module")

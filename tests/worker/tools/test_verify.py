@@ -21,13 +21,11 @@ from tests.support.engine import spec
 from tests.support.models import ARCHITECTURES, build, shallow
 from tests.support.reading_models import build_embedder, build_reranker
 from tests.support.scale import scaled
-from worker.embedding.job import EmbeddingInput, Numbers
-from worker.embedding.load_model import load_embedding_model
+from worker.embedding.load_model import EmbeddingInput, Numbers, load_embedding_model
 from worker.start.checked_model import load_checked
 from worker.tools.verify.__main__ import main
-from worker.tools.verify.reader_checks import reader_checks
-from worker.tools.verify.reference import reference_of
-from worker.tools.verify.verifier import Verifier
+from worker.tools.verify.audio_and_embedding_checks import reader_checks
+from worker.tools.verify.verifier import Verifier, reference_of
 
 NAMES = [
     "alone", "perplexity", "first token", "batched", "chunks of 32", "cache in memory", "cache on disk", "preempted",

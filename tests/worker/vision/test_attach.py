@@ -20,8 +20,7 @@ from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel, load
 from worker.prefix_cache.fingerprint import model_form
 from worker.vision import tower
-from worker.vision.checkpoint import fold
-from worker.vision.needs import Needs, UnsupportedVision
+from worker.vision.checkpoint import Needs, UnsupportedVision, fold
 
 Names = Callable[[str], str]
 

@@ -13,8 +13,7 @@ from tests.support.engine import spec
 from tests.support.scale import patient
 from tests.support.vision_models import build, image
 from worker.model.loader import load
-from worker.vision.encoder import MediaEncoder
-from worker.vision.features import FeatureCache
+from worker.vision.encoder import FeatureCache, MediaEncoder
 from worker.vision.media import Medium
 from worker.vision.multimodal_merge import MediaFeatures
 from worker.vision.tower import Tower

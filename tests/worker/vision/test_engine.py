@@ -26,8 +26,7 @@ from worker.model.loader import load
 from worker.output.parsers.parser import make_parser
 from worker.prefix_cache.prefix import PrefixCache
 from worker.prompt.intake import Intake
-from worker.vision.encoder import MediaEncoder
-from worker.vision.features import FeatureCache
+from worker.vision.encoder import FeatureCache, MediaEncoder
 from worker.vision.media import Medium
 
 FAMILY = "qwen3_vl"

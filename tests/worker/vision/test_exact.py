@@ -19,8 +19,7 @@ from tests.support.small_towers import small_towers
 from tests.support.vision_models import FAMILIES, image, prompt, sound, video
 from worker.engine.scheduling import kv_budget
 from worker.model.loader import LoadedModel, load
-from worker.tools.verify.engine_session import VerifiedOutput
-from worker.tools.verify.trial_drafters import NoisyDrafts
+from worker.tools.verify.verifier import NoisyDrafts, VerifiedOutput
 from worker.vision.multimodal_merge import MultimodalMerge
 
 SPEC = WorkerSpec("m", "", 1, "", "", cache_bytes=0, kv_bytes=1 << 30)

@@ -20,9 +20,9 @@ from tests.support.processors import FAMILIES, build
 from tests.worker.vision.test_sounds import tone, wav
 from worker.errors import RequestInvalid
 from worker.prompt.encode import PromptEncoder
+from worker.vision.checkpoint import UnsupportedVision
 from worker.vision.families import PreparedMedia, Processor, expanded, most_pixels, open_processor
 from worker.vision.images import MediaLimits
-from worker.vision.needs import UnsupportedVision
 
 # Of transformers, about the filters that Gemma 4 was trained with.
 pytestmark = pytest.mark.filterwarnings("ignore:At least one mel filter")

@@ -4,7 +4,7 @@ import mlx.core as mx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.vision.features import FeatureCache
+from worker.vision.encoder import FeatureCache
 from worker.vision.multimodal_merge import MediaFeatures
 
 ROW_BYTES = 16

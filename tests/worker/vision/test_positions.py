@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from worker.vision.positions import Grid, positions
+from worker.vision.media import Grid, positions
 
 # transformers 4.57.1, `get_rope_index` of qwen2_vl, qwen2_5_vl and qwen3_vl: rows of time, height and width.
 EXPECTED: dict[str, tuple[list[tuple[int, Grid]], str]] = {

@@ -13,7 +13,8 @@ from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.small_towers import small_towers
 from tests.support.vision_models import MediaPrompt, build, image, prompt
-from worker.engine import question_rows, questions
+from worker.engine import question_rows
+from worker.engine import row as questions
 
 
 def ask(engine: EngineHarness, rid: int, given: MediaPrompt, count: int, asked: list[RowQuestion] | None) -> Result:

@@ -11,7 +11,7 @@ from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.small_towers import small_towers
 from tests.support.vision_models import MediaPrompt, build, image, prompt
-from worker.engine import scoring
+from worker.engine import generator
 
 TOP = 3
 
@@ -40,7 +40,7 @@ def test_entries_before_in_and_behind_an_image_are_those_of_what_comes_before(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A slice is smaller than the image, whose tokens see each other in one of these families.
-    monkeypatch.setattr(scoring, "SLICE_TOKENS", 3)
+    monkeypatch.setattr(generator, "SLICE_TOKENS", 3)
     with small_towers():
         folder = build(family, tmp_path / family)
         asked = prompt(family, 1, [9, image(family, np.random.default_rng(3), 4, 4), 7])

@@ -1,15 +1,30 @@
-"""File of the timing profile that a worker keeps for its next start."""
+"""File of the timing profile that a worker keeps for its next start.
+
+Description of the machine for timing profiles. The calls for Darwin have never been run on macOS.
+
+Facts of a load, kept for the next start of a model that generates no text.
+"""
 
 import logging
+import os
+import platform
+import re
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
+import mlx.core as mx
+import psutil
 from msgspec import structs
 
-from protocol.model_digest import digest
+from protocol.model_digest import digest, files_digest, weights_digest
 from protocol.spec import WorkerSpec
 from protocol.timing_profile import (
+    FOLDER_ENV,
     FORMAT,
     Calibration,
     LoadFacts,
@@ -19,10 +34,66 @@ from protocol.timing_profile import (
     read,
     write,
 )
-from worker.model.device import machine
+from worker.model import memory
 from worker.model.pass_costs import PassCosts
 
 log = logging.getLogger("mlxd.worker")
+
+# Function that runs a command and returns its output; empty if it cannot be run.
+Run = Callable[[Sequence[str]], str]
+
+_SYSCTL: Final = ("/usr/sbin/sysctl", "-n")
+_IOREG_GPU: Final = ("/usr/sbin/ioreg", "-r", "-d", "1", "-c", "AGXAccelerator")
+_CORES: Final = re.compile(r'"gpu-core-count" = (\d+)')
+_MODEL: Final = re.compile(r"^model name\s*: (.+)$", re.MULTILINE)
+
+
+def machine() -> str:
+    """Describe this machine in one line: chip, cores, memory, system. Measured times apply to this machine only."""
+    if sys.platform == "darwin":
+        facts = darwin_facts(_run)
+    else:
+        facts = linux_facts(_cpu_info(), len(os.sched_getaffinity(0)), platform.release())
+    return ", ".join([*device_facts(mx.device_info()), *facts, f"{psutil.virtual_memory().total >> 20} MiB"])
+
+
+def has_watchdog() -> bool:
+    """Whether the system kills a process whose GPU work runs too long in one piece, as Metal does."""
+    return mx.metal.is_available()
+
+
+def device_facts(info: Mapping[str, str | int]) -> list[str]:
+    """Return MLX's name of the compute device."""
+    return [str(info[key]) for key in ("device_name", "architecture") if info.get(key)]
+
+
+def darwin_facts(run: Run) -> list[str]:
+    """Return the chip, the GPU's cores, and the build of macOS, since an update may change the driver."""
+    cores = _CORES.search(run(_IOREG_GPU))
+    chip, build = (run((*_SYSCTL, name)).strip() for name in ("machdep.cpu.brand_string", "kern.osversion"))
+    return [chip, f"{cores.group(1) if cores else '?'} GPU cores", f"macOS {build}"]
+
+
+def linux_facts(cpu_info: str, cpus: int, release: str) -> list[str]:
+    """Return the processor, the number of CPUs available to this process, and the kernel."""
+    model = _MODEL.search(cpu_info)
+    return [model.group(1).strip() if model else platform.machine(), f"{cpus} CPUs", f"Linux {release}"]
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _cpu_info() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
 
 # The file is written only if at least this many new passes were measured.
 MIN_NEW_PASSES: Final = 20
@@ -125,3 +196,24 @@ class KeptFile:
         except OSError as error:
             self._is_writable = False
             log.warning("measured times are not kept in %s: %s", self._folder, error)
+
+
+_LIBRARIES: Final = ("mlx", "mlx-lm", "mlxd")
+
+
+def keep_load(spec: WorkerSpec, path: Path, facts: LoadFacts, libraries: Sequence[str] = ()) -> None:
+    """Write the facts of a load of the model in `path`, if a folder for facts is set. Never raises.
+
+    `libraries` names the packages that compute the model in addition to `_LIBRARIES`.
+    """
+    folder = os.environ.get(FOLDER_ENV, "")
+    if not folder:
+        return
+    try:
+        weights, configuration = weights_digest(path), files_digest(path, ("config.json",))
+    except (OSError, ValueError) as error:
+        log.warning("facts of the load are not kept: %s", error)
+        return
+    versions = [version(name) for name in (*_LIBRARIES, *libraries)]
+    form = digest(spec.kind, spec.dtype, memory.has_gpu(), weights, configuration, *versions)
+    open_kept(folder, form, spec).write_load(facts)

@@ -10,7 +10,7 @@ from typing import Final
 
 from protocol.spec import WorkerSpec
 from protocol.stats import BLOCK
-from worker.attention.seam import bound_sums
+from worker.attention.kernel import bound_sums
 from worker.engine.gauges import Gauges
 from worker.engine.rank_peers import RankPeers
 from worker.engine.scheduling.kept_file import open_kept
@@ -20,10 +20,10 @@ from worker.kv.kv import KvLayout
 from worker.kv.quantized import make_caches
 from worker.model import memory
 from worker.model.loader import LoadedModel
-from worker.prefix_cache.block_events import BlockEventLog
 from worker.prefix_cache.fingerprint import form_of, open_disk
+from worker.prefix_cache.kv_events import BlockEventLog
 from worker.prefix_cache.prefix import PrefixCache
-from worker.vision.features import FeatureCache
+from worker.vision.encoder import FeatureCache
 
 log = logging.getLogger("mlxd.worker")
 

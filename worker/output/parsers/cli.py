@@ -10,9 +10,8 @@ from typing import Any, Final, cast
 
 from protocol.from_worker import DeltaKind
 from worker.output.parsers.channels import Channels
-from worker.output.parsers.detect import start_in_reasoning
 from worker.output.parsers.events import Event
-from worker.output.parsers.families import FAMILIES, UnknownFamily, resolve
+from worker.output.parsers.families import FAMILIES, UnknownFamily, resolve, start_in_reasoning
 from worker.output.parsers.parser import make_parser
 
 _TYPES: Final = {

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from protocol.from_worker import DeltaKind, ToolCallDelta
-from worker.output.encodable import encodable
+from worker.output.stops import encodable
 
 # Matches a string or a bracket. A string without its closing quote extends to the end of the text, so that no further
 # string is searched inside it.

@@ -9,10 +9,9 @@ from typing import Any
 
 from worker.output.parsers.call import ParserContext
 from worker.output.parsers.channels import ChannelMessages, Channels
-from worker.output.parsers.controls import NO_CONTROLS, Controls
 from worker.output.parsers.events import Event, ParsedOutput
 from worker.output.parsers.families import FAMILIES, resolve
-from worker.output.parsers.reader import Malformed, MarkupReader, Steps
+from worker.output.parsers.reader import NO_CONTROLS, Controls, Malformed, MarkupReader, Steps
 from worker.output.parsers.schema import Tools
 from worker.output.parsers.think_and_calls import Conversation
 

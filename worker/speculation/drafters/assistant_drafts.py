@@ -15,11 +15,9 @@ from mlx_vlm.speculative.drafters.gemma4_assistant import Gemma4AssistantDraftMo
 
 from worker.speculation.draft_state import DraftedRow
 from worker.speculation.drafter import Draw, Proposer, Rows
-from worker.speculation.drafters.hidden_states import HiddenStateCapture
-from worker.speculation.drafters.row_caches import columns
-from worker.speculation.drafters.target import evaluate_weights, tables, with_vocab
-from worker.speculation.text_sources.indexed_text import Tokens
-from worker.speculation.text_sources.lookup import DraftSource
+from worker.speculation.drafters.model_drafts import columns
+from worker.speculation.drafters.target import HiddenStateCapture, evaluate_weights, tables, with_vocab
+from worker.speculation.text_sources import DraftSource, Tokens
 from worker.vision.multimodal_merge import text_core
 
 Seen = tuple[tuple[mx.array, mx.array], mx.array | None]

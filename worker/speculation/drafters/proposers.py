@@ -16,13 +16,11 @@ from worker.model.batch_mode import BatchMode
 from worker.model.checkpoint_view import checkpoint_view, files_of
 from worker.model.loader import LoadedModel, check_weights, folded_config, read_json
 from worker.speculation.drafter import Proposer
-from worker.speculation.drafters.eagle_head import EagleHead
-from worker.speculation.drafters.head_drafts import HeadDrafts
-from worker.speculation.drafters.hidden_states import CapturePoint, HiddenStateCapture
 from worker.speculation.drafters.model_drafts import ModelDrafts
-from worker.speculation.drafters.stored_head import ALONE, NoHead, load_head
-from worker.speculation.drafters.target import core_of, evaluate_weights
-from worker.speculation.text_sources.lookup import DraftSource
+from worker.speculation.drafters.mtp_and_eagle_heads import ALONE, EagleHead, NoHead, load_head
+from worker.speculation.drafters.state_drafts import HeadDrafts
+from worker.speculation.drafters.target import CapturePoint, HiddenStateCapture, core_of, evaluate_weights
+from worker.speculation.text_sources import DraftSource
 from worker.vision.multimodal_merge import text_core
 
 # Parts of model types and class names that identify a drafter that is no language model.
@@ -96,8 +94,7 @@ def _eagle_drafts(model: Any, path: Path) -> tuple[Proposer, int]:
 
 def _block_drafts(model: Any, path: Path) -> tuple[Proposer, int]:
     # These modules import mlx-vlm, which takes a second.
-    from worker.speculation.drafters.block_drafts import BlockDrafts
-    from worker.speculation.drafters.block_head import BlockHead
+    from worker.speculation.drafters.block_head import BlockDrafts, BlockHead
 
     norm = text_core(model).norm.weight
     head, own_bytes = BlockHead.load(path, model, _vocab(model), norm.dtype)

@@ -1,24 +1,73 @@
-"""Assembly of one grammar from a family, its tools and the requested calls."""
+"""Assembly of one grammar from a family, its tools and the requested calls.
 
-from collections.abc import Mapping, Sequence
+Strict calls in formats without a marker: the rule begins after a call's head, which contains the tool's name.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from worker.output.parsers.call import CallFormat
 from worker.output.parsers.channels import Channels
 from worker.output.parsers.families import FAMILIES
-from worker.output.parsers.gemma import GemmaCalls
-from worker.output.parsers.json_calls import JsonCalls
-from worker.output.parsers.llama import LlamaCalls
-from worker.output.parsers.minimax_m3 import MiniMaxM3Calls
-from worker.output.parsers.named import MistralCalls, RecipientJson, SectionCalls, TaggedJson
-from worker.output.parsers.pythonic import PythonCalls
-from worker.output.parsers.xml_calls import XmlCalls
-from worker.structured.tool_grammar import formats, tagged
-from worker.structured.tool_grammar.heads import HEADS
+from worker.output.parsers.json_calls import (
+    JsonCalls,
+    LlamaCalls,
+    MistralCalls,
+    RecipientJson,
+    SectionCalls,
+    TaggedJson,
+)
+from worker.output.parsers.literal_calls import GemmaCalls, PythonCalls
+from worker.output.parsers.xml_calls import MiniMaxM3Calls, XmlCalls
+from worker.structured.tool_grammar import formats
 from worker.structured.tool_grammar.lark import Lark, MarkupTokens, either
 from worker.structured.tool_grammar.schemas import ToolSchema, anything, tool_of
-from worker.structured.tool_grammar.values import whole_json
+from worker.structured.tool_grammar.values import PYTHON, Values, whole_json
+
+# Pairs of separators in a JSON call: the first follows the key "name", the second separates the name from the next key.
+_JSON_GAPS: Final = ((": ", ", "), (":", ","), (": ", ","), (": ", ",\n"), (": ", ",\n  "), (": ", ",\n    "))
+# Texts that may stand between the function name and the body of a Harmony message.
+_HARMONY_HEADERS: Final = (
+    " <|constrain|>json", "<|constrain|>json", " json", "", " code",
+    "<|channel|>commentary <|constrain|>json", "<|channel|>commentary json",
+    "<|channel|>analysis <|constrain|>json", "<|channel|>analysis json",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class CallHead:
+    """Head of a call: `triggers` returns the ways to begin a call of a tool, `rest` the expression after the head."""
+
+    triggers: Callable[[str], Sequence[str]]
+    rest: Callable[[Lark, ToolSchema], str]
+
+
+def _json_triggers(name: str) -> list[str]:
+    keys = ("parameters", "arguments")
+    return [f'"name"{colon}"{name}"{comma}"{key}":' for colon, comma in _JSON_GAPS for key in keys]
+
+
+def _json_rest(lark: Lark, tool: ToolSchema) -> str:
+    return f'" "? {whole_json(lark, tool)}'
+
+
+def _python_rest(lark: Lark, tool: ToolSchema) -> str:
+    return f'{Values(lark, tool, PYTHON).members(lark.parameters(tool), tool.required, "{}=")} ")"'
+
+
+_JSON: Final = CallHead(_json_triggers, _json_rest)
+_PYTHON: Final = CallHead(lambda name: [f"{before}{name}(" for before in ("[", ", ", ",", "[ ", "\n")], _python_rest)
+HEADS: Final[dict[str, CallHead]] = {
+    "functionary_v32": CallHead(lambda name: [f">>>{name}\n"], whole_json),
+    "harmony": CallHead(
+        lambda name: [f"to=functions.{name}{kind}<|message|>" for kind in _HARMONY_HEADERS], whole_json
+    ),
+    "llama3_json": _JSON,
+    "llama4_pythonic": _PYTHON,
+    "pythonic": _PYTHON,
+    "xlam": _JSON,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +177,7 @@ def _shape(lark: Lark, form: CallFormat, family: str, tools: Sequence[ToolSchema
         case LlamaCalls():
             return formats.json_shape(lark, JsonCalls((), bare=True), "llama3_json", tools)
         case XmlCalls():
-            return tagged.xml_shape(lark, form, family, tools)
+            return formats.xml_shape(lark, form, family, tools)
         case MistralCalls():
             return formats.mistral_shape(lark, form, family, tools)
         case SectionCalls():
@@ -142,7 +191,7 @@ def _shape(lark: Lark, form: CallFormat, family: str, tools: Sequence[ToolSchema
         case GemmaCalls():
             return formats.gemma_shape(lark, form, tools)
         case MiniMaxM3Calls():
-            return tagged.minimax_m3_shape(lark, form, tools)
+            return formats.minimax_m3_shape(lark, form, tools)
         case _:
             raise TypeError(f"no grammar for {type(form).__name__}")
 
@@ -157,7 +206,7 @@ def _message(
     if isinstance(channels.body, XmlCalls):
         thought, calls = " to=self<|message|>", list[str]()
         for tool in tools:
-            shape = tagged.xml_shape(lark, channels.body, family, [tool])
+            shape = formats.xml_shape(lark, channels.body, family, [tool])
             head = lark.text(f" to={tool.name}<|message|>{shape.start}")
             calls.append(f"{head} {_all(shape, is_parallel, family)}")
             value_ends, ends = shape.value_ends, shape.ends

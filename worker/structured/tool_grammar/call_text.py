@@ -9,16 +9,18 @@ from typing import Any, Final, cast
 from worker.output.parsers.call import CallFormat
 from worker.output.parsers.channels import Channels
 from worker.output.parsers.families import FAMILIES
-from worker.output.parsers.gemma import GemmaCalls
-from worker.output.parsers.json_calls import JsonCalls
-from worker.output.parsers.llama import LlamaCalls
-from worker.output.parsers.minimax_m3 import MiniMaxM3Calls
-from worker.output.parsers.named import MistralCalls, RecipientJson, SectionCalls, TaggedJson
-from worker.output.parsers.pythonic import PythonCalls
-from worker.output.parsers.xml_calls import XmlCalls
-from worker.output.parsers.xml_values import CDATA
-from worker.structured.tool_grammar.formats import JSON_SHAPES, JsonShape
-from worker.structured.tool_grammar.tagged import QWEN_SHAPE, SECOND_WRAP, XML_SHAPES, XmlShape
+from worker.output.parsers.json_calls import (
+    JsonCalls,
+    LlamaCalls,
+    MistralCalls,
+    RecipientJson,
+    SectionCalls,
+    TaggedJson,
+)
+from worker.output.parsers.literal_calls import GemmaCalls, PythonCalls
+from worker.output.parsers.xml_calls import MiniMaxM3Calls, XmlCalls
+from worker.output.parsers.xml_notation import CDATA
+from worker.structured.tool_grammar.formats import JSON_SHAPES, QWEN_SHAPE, SECOND_WRAP, XML_SHAPES, JsonShape, XmlShape
 
 _KEYWORD: Final = re.compile(r"[^\W\d]\w*")
 _PLAIN_KEY: Final = re.compile(r"[\w.\-]+")

@@ -23,9 +23,8 @@ from worker.errors import LoadFailed, PartnerLost, RequestInvalid
 from worker.group.coordinator import open_group
 from worker.model import memory
 from worker.start.checked_model import load_checked
-from worker.tools.verify.reader_checks import reader_checks
-from worker.tools.verify.reference import reference_of
-from worker.tools.verify.verifier import LONGEST_WORDS, Verifier
+from worker.tools.verify.audio_and_embedding_checks import reader_checks
+from worker.tools.verify.verifier import LONGEST_WORDS, Verifier, reference_of
 
 EXIT_DIFFERENT: Final = 1
 
@@ -35,7 +34,7 @@ def _checks(spec: WorkerSpec, tokens: int, words: int) -> Generator[VerifyCheck]
     kind = kind_of_spec(spec)
     if kind == AUDIO:
         # This module imports mlx-audio, which may not be installed.
-        from worker.tools.verify.audio_checks import audio_checks
+        from worker.tools.verify.audio_and_embedding_checks import audio_checks
 
         yield from audio_checks(spec)
         return

@@ -1,42 +1,451 @@
-"""Verifier of one model: compares each way of running a request with the same request run alone."""
+"""Verifier of one model: compares each way of running a request with the same request run alone.
 
+mlx-lm's own numbers for a paragraph of plain English, beside which the engine's numbers are put.
+
+Session of one engine on the calling thread, and the output of each of its requests.
+
+Comparison of outputs with the outputs of the same requests run alone.
+
+Drafters that ignore whether drafts are worth their time. They serve to check that drafts change no token.
+
+Requests of a verification: short and long, greedy and sampled, with pictures, and with adapters.
+"""
+
+import gc
+import hashlib
+import io
 import math
 import random
 import tempfile
+import threading
+import time
 from collections.abc import Generator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from mlx_lm.utils import load
 from msgspec.structs import replace
+from PIL import Image
 
-from protocol.prompts import TokensPrompt
+from protocol.failures import Failure
+from protocol.from_worker import Delta, Finish, Rejected, Step, TokenLogprob, Up
+from protocol.prompts import ChatPrompt, Media, TextPrompt, TokensPrompt
 from protocol.spec import WorkerSpec
-from protocol.to_worker import Generate, Sampling
-from protocol.verify import VerifyCheck
-from worker.engine.load_checks.kv_check import without_codes
+from protocol.to_worker import Generate, Sampling, Shutdown
+from protocol.verify import Difference, VerifyCheck
+from worker.engine.gauges import Gauges
+from worker.engine.inbox import EngineInbox
+from worker.engine.load_checks import without_codes
+from worker.engine.loop import Engine
 from worker.engine.rank_peers import RankPeers
-from worker.model.loader import LoadedModel
+from worker.engine.scheduling.kv_budget import KvCost
+from worker.model.checkpoint_view import CONFIG, checkpoint_view
+from worker.model.loader import LoadedModel, cast, folded_config, read_config, resolve
 from worker.model.lora.adapters import adapters_of
 from worker.prompt.intake import Intake
-from worker.prompt.sparse_limits import SparseLimits
-from worker.speculation.drafter import Drafter, Proposer
-from worker.tools.verify.comparison import compare, likelihoods
-from worker.tools.verify.engine_session import EngineSession, VerifiedOutput
-from worker.tools.verify.reference import Reference, perplexity
-from worker.tools.verify.trial_drafters import EagerDrafts, NoisyDrafts
-from worker.tools.verify.trial_requests import (
-    CROWD,
-    CROWD_OUTPUT,
-    CROWD_PROMPT,
-    SPARSE_OUTPUT,
-    SPARSE_PROMPT,
-    adapter_requests,
-    crowd_requests,
-    picture_requests,
-    sparse_requests,
-    text_requests,
+from worker.prompt.limits_and_truncation import SparseLimits
+from worker.sparse import BLOCK_TOKENS
+from worker.speculation.draft_state import DraftedRow, DraftedText, Drafting
+from worker.speculation.drafter import Drafter, Draw, Proposer, Rows
+from worker.speculation.text_sources import Tokens
+
+PARAGRAPH: Final = (
+    "The lighthouse keeper rose before dawn and climbed the stairs with a can of oil in each hand. For thirty years he "
+    "had counted the steps, although he knew that there were one hundred and twelve of them. At the top he trimmed the "
+    "wick, wiped the salt from the glass, and looked out over the water. A fishing boat was coming home along the "
+    "coast, low in the waves, with gulls behind it. He lifted his arm, and somebody on the deck waved back. Then the "
+    "sun came up, the lamp was no longer needed, and he went down to the kitchen to make coffee. His daughter had left "
+    "a letter on the table. She wrote that the new light would work without a keeper, that a machine would turn it on "
+    "and off, and that he could come to live with her in the city whenever he liked. He read it twice, folded it, and "
+    "put it into the drawer with the others."
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Token ids of the paragraph and its perplexity, by mlx-lm. Without a perplexity there is a `reason`.
+
+    `source` says whose: mlx-lm's classes ignore some keys of config.json, such as a rotary embedding in the form of
+    another version. They then get the configuration as mlxd reads it.
+    """
+
+    ids: tuple[int, ...] = ()
+    perplexity: float | None = None
+    reason: str = ""
+    source: str = "mlx-lm alone"
+
+
+def reference_of(spec: WorkerSpec) -> Reference:
+    """Load a model by mlx-lm alone, with the numbers' type of `spec`, run one forward pass, and free the model."""
+    try:
+        path = resolve(spec.path)
+        config = read_config(path)
+        folded = folded_config(config)
+        with checkpoint_view(path, {CONFIG: folded}) if folded != config else nullcontext(path) as view:
+            model, tokenizer = load(
+                str(view),
+                tokenizer_config={"trust_remote_code": spec.trust_remote_code},
+                trust_remote_code=spec.trust_remote_code,
+            )[:2]
+        cast(model, spec.dtype)
+        ids = [int(token) for token in tokenizer.encode(PARAGRAPH)]
+        source = "mlx-lm alone" if folded == config else "mlx-lm with config.json as mlxd reads it"
+        return Reference(tuple(ids), perplexity(_logprobs(model, ids)), source=source)
+    except Exception as error:  # any error of a model that mlx-lm does not run
+        return Reference(reason=f"mlx-lm does not run it: {type(error).__name__}: {error}".splitlines()[0][:200])
+    finally:
+        model = tokenizer = None
+        gc.collect()
+        mx.clear_cache()
+
+
+def perplexity(logprobs: Sequence[float]) -> float:
+    """Return e to the mean negative log-probability of the tokens."""
+    return math.exp(-sum(logprobs) / len(logprobs))
+
+
+def _logprobs(model: Any, ids: list[int]) -> list[float]:
+    """Return the log-probability of each token but the first."""
+    logits = model(mx.array([ids[:-1]]))[0].astype(mx.float32)
+    chosen = mx.take_along_axis(logits, mx.array(ids[1:])[:, None], axis=-1)[:, 0]
+    logprobs: Any = (chosen - mx.logsumexp(logits, axis=-1)).tolist()
+    return [float(each) for each in logprobs]
+
+
+WRITE_TIMEOUT_S: Final = 60.0
+
+
+@dataclass(slots=True)
+class VerifiedOutput:
+    """Output of one request."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: Finish | None = None
+    failure: Failure | None = None
+    cached: int = 0
+    # Log-probability of each token of the prompt but the first, if the request asks for them.
+    prompt_logprobs: list[float] = field(default_factory=list)
+    # Time of the monotonic clock when the request was sent, and seconds from then to its first token.
+    sent: float = 0.0
+    first_token_s: float | None = None
+
+    def take(self, delta: Delta) -> None:
+        if delta.prompt is not None:
+            self.prompt_logprobs += [each.logprob for each in delta.prompt.logprobs if each.rank]
+        if delta.token_ids and self.first_token_s is None:
+            self.first_token_s = time.monotonic() - self.sent
+        self.ids += delta.token_ids
+        self.logprobs += delta.logprobs or ()
+        if delta.finish is not None:
+            self.finish, self.failure = delta.finish, delta.failure
+            self.cached = delta.usage.cached if delta.usage is not None else 0
+
+
+class EngineSession:
+    """Engine that runs on the calling thread, from warm-up to shutdown."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        intake: Intake,
+        spec: WorkerSpec,
+        drafter: Drafter | None = None,
+        rank_peers: RankPeers | None = None,
+    ) -> None:
+        self.gauges = Gauges()
+        self._intake = intake
+        self._inbox = EngineInbox()
+        self._engine = Engine(
+            loaded, spec, self._inbox, self._receive, self.gauges, intake.writer, drafter, rank_peers=rank_peers
+        )
+        self._outputs: dict[int, VerifiedOutput] = {}
+        self._waves: list[Sequence[Generate]] = []
+        self._open: set[int] = set()
+
+    def run(self, waves: Sequence[Sequence[Generate]]) -> list[VerifiedOutput]:
+        """Run the requests of each wave together, one wave after another. Return the newest output of each request."""
+        self._engine.warm_up([1] * 8)
+        self._waves = list(waves)
+        self._next_wave()
+        self._engine.run()
+        return [output for _, output in sorted(self._outputs.items())]
+
+    @property
+    def kv_cost(self) -> KvCost:
+        return self._engine.kv_cost
+
+    def _receive(self, message: Up) -> None:
+        match message:
+            case Step():
+                for delta in message.deltas:
+                    self._outputs[delta.rid].take(delta)
+                    if delta.finish is not None:
+                        self._end(delta.rid)
+            case Rejected(rid, failure):
+                self._outputs[rid].failure = failure
+                self._end(rid)
+            case _:
+                pass
+
+    def _end(self, rid: int) -> None:
+        self._open.discard(rid)
+        if not self._open:
+            self._next_wave()
+
+    def _next_wave(self) -> None:
+        if not self._waves:
+            # The engine queues the last rows' prefixes for the disk only after this point, so another thread waits for
+            # the writes.
+            threading.Thread(target=self._stop_when_written, daemon=True).start()
+            return
+        wave = self._waves.pop(0)
+        self._open = {request.rid for request in wave}
+        for request in wave:
+            self._outputs[request.rid] = VerifiedOutput(sent=time.monotonic())
+            self._inbox.put(self._intake.row(request, time.monotonic()))
+
+    def _stop_when_written(self) -> None:
+        disk = self._engine.cache.disk
+        if disk is not None:
+            end = time.monotonic() + WRITE_TIMEOUT_S
+            time.sleep(0.2)
+            while disk.queued_bytes and time.monotonic() < end:
+                time.sleep(0.01)
+        self._inbox.put(Shutdown())
+
+
+def compare(name: str, outputs: Sequence[VerifiedOutput], expected: Sequence[VerifiedOutput]) -> VerifyCheck:
+    """Compare each token of the outputs with the expected outputs."""
+    return VerifyCheck(
+        name,
+        len(outputs),
+        sum(len(output.ids) for output in outputs),
+        sum(output.cached for output in outputs),
+        tuple(_differences(outputs, expected)),
+        drift=max(_drifts(outputs, expected), default=0.0),
+    )
+
+
+def _drifts(outputs: Sequence[VerifiedOutput], expected: Sequence[VerifiedOutput]) -> Generator[float]:
+    """Yield the deviation of each token's log-probability from its value when run alone, for equal outputs.
+
+    A resumed row has log-probabilities only for its new tokens, so values are compared from the end.
+    """
+    for output, other in zip(outputs, expected, strict=True):
+        if output.ids == other.ids:
+            pairs = zip(reversed(output.logprobs), reversed(other.logprobs), strict=False)
+            yield from (abs(one.logprob - two.logprob) for one, two in pairs)
+
+
+def _differences(outputs: Sequence[VerifiedOutput], expected: Sequence[VerifiedOutput]) -> Generator[Difference]:
+    for index, (output, other) in enumerate(zip(outputs, expected, strict=True)):
+        if (output.ids, output.finish) == (other.ids, other.finish):
+            continue
+        at = first_difference(output.ids, other.ids)
+        top = other.logprobs[at].top if at < len(other.logprobs) else ()
+        yield Difference(index, at, round(top[0][1] - top[1][1], 6) if len(top) > 1 else None)
+
+
+def first_difference(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return the index of the first different item, or the length of the shorter sequence."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def likelihoods(output: VerifiedOutput) -> list[float]:
+    return [each.logprob for each in output.logprobs]
+
+
+# Share of the tokens drafted by `NoisyDrafts` that are right.
+_RIGHT_SHARE: Final = 0.8
+
+
+class _TrialDrafts(Drafter):
+    """Base class that counts drafted and accepted tokens, because a check without drafts proves nothing."""
+
+    def __init__(self, longest: int) -> None:
+        self.widest = longest + 1
+        self.drafted = 0
+        self.accepted = 0
+
+    def add(self, row: DraftedRow, tokens: Tokens, drafting: Drafting) -> None:
+        row.draft.followed = DraftedText.of(tokens, drafting)
+
+    def discard(self, row: DraftedRow) -> None:
+        row.draft.followed = None
+
+    def note(self, row: DraftedRow, tokens: Sequence[int]) -> None:
+        if row.draft.followed is not None:
+            row.draft.followed.lookup.extend(tokens)
+
+    def verified(self, rows: Sequence[DraftedRow], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
+        self.drafted += sum(map(len, drafts))
+        self.accepted += sum(accepted)
+
+
+class EagerDrafts(_TrialDrafts):
+    """Drafter that requests `count` tokens from a proposer at each step."""
+
+    def __init__(self, proposer: Proposer, count: int) -> None:
+        super().__init__(count)
+        self._proposer = proposer
+        self._count = count
+
+    @property
+    def unread(self) -> int:
+        return self._proposer.unread
+
+    def read(self, count: int) -> int:
+        return self._proposer.read(count)
+
+    def begin(self, draw: Draw, rows: Rows) -> None:
+        self._proposer.begin(draw, rows)
+
+    def discard(self, row: DraftedRow) -> None:
+        super().discard(row)
+        self._proposer.discard(row)
+
+    def is_ready(self, rows: Sequence[DraftedRow], most: Sequence[int]) -> bool:
+        return True
+
+    def drafts(self, rows: Sequence[DraftedRow], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
+        asked = [at for at, limit in enumerate(most) if limit > 0]
+        texts = [row.draft.followed.lookup.text for row in (rows[at] for at in asked) if row.draft.followed is not None]
+        drafts = self._proposer.propose([rows[at] for at in asked], texts, [newest[at] for at in asked], self._count)
+        drafted = dict(zip(asked, drafts, strict=True))
+        return [drafted.get(at, [])[:limit] for at, limit in enumerate(most)]
+
+
+class NoisyDrafts(_TrialDrafts):
+    """Drafter that takes drafts of varying length from the rows' known outputs, and replaces some tokens by random
+    ones."""
+
+    def __init__(self, vocab_size: int, longest: int = 6, seed: int = 0) -> None:
+        super().__init__(longest)
+        self._texts: list[list[int]] = []
+        self._vocab_size = vocab_size
+        self._longest = longest
+        self._rng = random.Random(seed)
+
+    def learn(self, text: Sequence[int]) -> None:
+        """Add a whole sequence of prompt and output."""
+        self._texts.append(list(text))
+
+    def is_ready(self, rows: Sequence[DraftedRow], most: Sequence[int]) -> bool:
+        return bool(self._texts) and self._rng.random() < _RIGHT_SHARE
+
+    def drafts(self, rows: Sequence[DraftedRow], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
+        texts = [row.draft.followed.lookup.text.tolist() for row in rows if row.draft.followed is not None]
+        return [self._draft([*text, token], limit) for text, token, limit in zip(texts, newest, most, strict=True)]
+
+    def _draft(self, known: list[int], most: int) -> list[int]:
+        length = min(most, self._rng.choice([0, 1, self._longest])) if self._texts else 0
+        text = next((text for text in self._texts if text[: len(known)] == known), known)
+        right = text[len(known) : len(known) + length]
+        draft = right + [self._rng.randrange(self._vocab_size) for _ in range(length - len(right))]
+        return [
+            token if self._rng.random() < _RIGHT_SHARE else self._rng.randrange(self._vocab_size) for token in draft
+        ]
+
+
+PARTS: Final = (0.02, 0.15, 0.5, 1.0)
+SHARED_PART: Final = 0.375
+# Number of rows in the crowd. They outgrow the estimate of admission, so that one row is preempted if memory is short.
+CROWD: Final = 3
+# Number of prompt tokens of each row.
+CROWD_PROMPT: Final = 240
+# Number of output tokens that are given, so that the generated tokens cross the limit.
+CROWD_GIVEN: Final = 250
+CROWD_OUTPUT: Final = 290
+# Number of sparse prompts, each of which keeps eight of its ten blocks.
+SPARSE_ROWS: Final = 3
+SPARSE_PROMPT: Final = 10 * BLOCK_TOKENS
+SPARSE_KEEP: Final = 0.8
+SPARSE_OUTPUT: Final = 12
+# Number of pixels per side of a square in a picture.
+SQUARE_PIXELS: Final = 24
+WORDS: Final = (
+    "time", "people", "water", "light", "house", "river", "stone", "music", "paper", "green", "small", "early", "under",
+    "after", "between", "never", "always", "because",
+)  # fmt: skip
+
+
+def text_requests(tokens: int, words: int, max_context: int) -> list[Generate]:
+    """Return greedy and seeded requests, short and long, half of them with a common beginning."""
+    rng = random.Random(0)
+    shared = math.ceil(SHARED_PART * words)
+    common = rng.choices(WORDS, k=shared)
+    requests: list[Generate] = []
+    for part in PARTS:
+        for is_sampled in (False, True):
+            own = rng.choices(WORDS, k=min(math.ceil(part * words), max_context // 8))
+            text = " ".join([*common, *own] if is_sampled and max_context > 8 * shared else own)
+            sampling = Sampling(temperature=0.0, ignore_eos=True)
+            if is_sampled:
+                sampling = Sampling(temperature=0.8, top_p=0.95, seed=rng.getrandbits(62), ignore_eos=True)
+            requests.append(Generate(len(requests) + 1, TextPrompt(text), sampling, max_tokens=tokens, top_logprobs=2))
+    return requests
+
+
+def adapter_requests(loaded: LoadedModel, requests: Sequence[Generate]) -> list[Generate]:
+    """Return the first two requests, greedy and sampled, for each adapter that is served."""
+    adapters = adapters_of(loaded.model)
+    names = [info.name for info in adapters.infos if info.failure is None] if adapters is not None else []
+    pairs = [(name, request) for name in names for request in requests[:2]]
+    first = len(requests) + 1
+    return [replace(request, rid=first + at, adapter=name) for at, (name, request) in enumerate(pairs)]
+
+
+def picture_requests(rid: int, tokens: int) -> list[Generate]:
+    """Return four requests with pictures: two pictures with the same text, the first picture with another text, and
+    both pictures in one message."""
+    first, second = picture(1), picture(2, 8, 4)
+    made: list[Generate] = []
+    for media, question in (((first,), 0), ((second,), 0), ((first,), 1), ((first, second), 2)):
+        shown = [{"type": "image", "media": at} for at in range(len(media))]
+        content = [*shown, {"type": "text", "text": " ".join(WORDS[question : question + 6])}]
+        prompt = ChatPrompt([{"role": "user", "content": content}], media=media)
+        is_sampled = len(made) % 2 == 1
+        sampling = Sampling(temperature=0.8 if is_sampled else 0.0, top_p=0.95, seed=rid, ignore_eos=True)
+        made.append(Generate(rid + len(made), prompt, sampling, max_tokens=tokens, top_logprobs=2))
+    return made
+
+
+def sparse_requests(vocab_size: int) -> list[Generate]:
+    """Return prompts of which sparse prefill skips two blocks."""
+    rng = random.Random(2)
+    prompts = [tuple(rng.randrange(vocab_size) for _ in range(SPARSE_PROMPT)) for _ in range(SPARSE_ROWS)]
+    return [
+        replace(_request(rid, prompt, SPARSE_OUTPUT), sparse_keep=SPARSE_KEEP) for rid, prompt in enumerate(prompts, 1)
+    ]
+
+
+def crowd_requests(vocab_size: int) -> list[Generate]:
+    """Return rows of which one must be preempted if memory is short."""
+    requests: list[Generate] = []
+    for rid in range(1, CROWD + 1):
+        ids = tuple((20 + rid * 31 + at * 7) % vocab_size for at in range(CROWD_PROMPT + CROWD_GIVEN))
+        request = _request(rid, ids[:CROWD_PROMPT], CROWD_OUTPUT)
+        requests.append(replace(request, resume=ids[CROWD_PROMPT:]))
+    return requests
+
+
+def _request(rid: int, prompt: tuple[int, ...], max_tokens: int) -> Generate:
+    sampling = Sampling(temperature=0.8 if rid % 2 else 0.0, seed=rid, ignore_eos=True)
+    return Generate(rid, TokensPrompt(prompt), sampling, max_tokens=max_tokens, top_logprobs=2)
+
+
+def picture(seed: int, wide: int = 6, high: int = 6) -> Media:
+    """Return a PNG of `wide` × `high` coloured squares."""
+    squares = Image.frombytes("RGB", (wide, high), random.Random(seed).randbytes(3 * wide * high))
+    stream = io.BytesIO()
+    squares.resize((wide * SQUARE_PIXELS, high * SQUARE_PIXELS), Image.Resampling.NEAREST).save(stream, "PNG")
+    data = stream.getvalue()
+    return Media("image", hashlib.blake2b(data, digest_size=32).digest(), data)
+
 
 # Number of words of the longest prompt. The others are parts of it; every other request begins with a shared text.
 LONGEST_WORDS: Final = 160

@@ -12,8 +12,8 @@ from protocol.prompts import TokensPrompt
 from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import build
-from worker.engine.load_checks import kv_check
-from worker.engine.load_checks.kv_check import choose_form
+from worker.engine import load_checks
+from worker.engine.load_checks import choose_form
 from worker.errors import LoadFailed
 from worker.kv.quantized import KvForm, kv_form_of
 from worker.model.loader import load, read_config
@@ -82,13 +82,13 @@ def test_a_kernel_that_is_wrong_over_codes_is_not_used(
     wide_folder: Callable[[str], Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU whose kernel gives zeros from 1,024 tokens on."""
-    right = kv_check.scaled_dot_product_attention
+    right = load_checks.scaled_dot_product_attention
 
     def wrong(queries: mx.array, keys: Any, values: Any, cache: Any, **others: Any) -> mx.array:
         output = right(queries, keys, values, cache, **others)
         return mx.zeros_like(output) if hasattr(cache, "bits") else output
 
-    monkeypatch.setattr(kv_check, "scaled_dot_product_attention", wrong)
+    monkeypatch.setattr(load_checks, "scaled_dot_product_attention", wrong)
     caplog.set_level("WARNING", "mlxd.worker")
     path = wide_folder("qwen3")
     form = choose_form(load(spec(path), nothing).model, read_config(path), 8, IDS)

@@ -13,7 +13,7 @@ from protocol.prompts import TokensPrompt
 from protocol.to_worker import Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import ARCHITECTURES, LANES
-from worker.engine.load_checks.self_check import SAMPLE_TOKENS, choose
+from worker.engine.load_checks import SAMPLE_TOKENS, choose
 from worker.errors import LoadFailed
 from worker.model.batch_mode import BatchMode, BatchModePlan
 from worker.model.packing import PackedRows, packing_of

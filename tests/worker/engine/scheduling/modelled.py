@@ -4,10 +4,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from worker.engine.scheduling.chunking import ChunkPolicy
-from worker.engine.scheduling.pass_time import PassTime
+from worker.engine.scheduling.pacing import ChunkPolicy, PassTime
 from worker.model.pass_costs import WIDTHS
-from worker.speculation.policy.draft_width import best_width
+from worker.speculation.policy import best_width
 
 # Chance that a token of a draft is right.
 RIGHT = 0.95

@@ -5,9 +5,9 @@ import pytest
 from protocol.timing_profile import PassKind
 from tests.worker.engine.scheduling.modelled import Machine, at, plain_s, traffic
 from tests.worker.engine.scheduling.test_chunking import apart, fused, step
-from worker.engine.scheduling.chunking import CROWD, MIN_CHUNK, STALL_BLOCKS, STALL_RATIO, ChunkPolicy
+from worker.engine.scheduling.pacing import CROWD, MIN_CHUNK, STALL_BLOCKS, STALL_RATIO, ChunkPolicy
 from worker.model.pass_costs import PassCosts
-from worker.speculation.policy.draft_width import may_pay
+from worker.speculation.policy import may_pay
 
 # The first tokens of drafting clients may come this many times as late as without drafts. They have their answers
 # sooner and so ask more often, which is why it is not 1; without any drafts beside prompts it would be as much.

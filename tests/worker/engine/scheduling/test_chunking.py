@@ -5,7 +5,7 @@ import random
 import pytest
 
 from protocol.timing_profile import PassKind, PassSeconds
-from worker.engine.scheduling.chunking import (
+from worker.engine.scheduling.pacing import (
     ENOUGH,
     FIRST_CHUNK,
     GENTLE_RATIO,
@@ -19,8 +19,8 @@ from worker.engine.scheduling.chunking import (
     WATCHDOG_LEAST,
     ChunkPolicy,
     PaceLimits,
+    PassTime,
 )
-from worker.engine.scheduling.pass_time import PassTime
 from worker.model.pass_costs import PassCosts
 
 

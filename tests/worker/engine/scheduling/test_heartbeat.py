@@ -14,8 +14,8 @@ from protocol.to_worker import Generate, Sampling, SetMemory, SetPace
 from tests.support.engine import EngineHarness, spec
 from tests.support.scale import patient
 from worker.engine.inbox import Command, WakeUp
-from worker.engine.scheduling import heartbeat
-from worker.engine.scheduling.heartbeat import INTERVAL_S, Heartbeat
+from worker.engine.scheduling import pacing
+from worker.engine.scheduling.pacing import INTERVAL_S, Heartbeat
 from worker.kv.quantized import make_caches
 
 KEEP_S = 300.0
@@ -56,8 +56,8 @@ def beating(
 ) -> Iterator[Beating]:
     with EngineHarness(spec(folder, keep_warm_s=keep_s, cache_bytes=1 << 28, speculate="off")) as engine:
         model = Beating(engine)
-        monkeypatch.setattr(heartbeat, "INTERVAL_S", interval_s)
-        monkeypatch.setattr(heartbeat, "make_caches", model.make_caches)
+        monkeypatch.setattr(pacing, "INTERVAL_S", interval_s)
+        monkeypatch.setattr(pacing, "make_caches", model.make_caches)
         engine.engine.heartbeat.clock = lambda: model.now
         yield model
 
@@ -81,7 +81,7 @@ def test_an_idle_model_beats_after_its_first_request_until_its_time_is_over(
         model.engine.submit(request(2))
         model.engine.wait(lambda: model.engine.results[2].terminals, "an answer")
         model.wait_for_beats()
-        monkeypatch.setattr(heartbeat, "INTERVAL_S", KEEP_S + 1)
+        monkeypatch.setattr(pacing, "INTERVAL_S", KEEP_S + 1)
         model.assert_quiet()
 
 
@@ -188,7 +188,7 @@ def test_an_error_of_a_beat_ends_no_later_request(
                 raise RuntimeError("[malloc] Unable to allocate 7 bytes.")
             return model.make_caches(loaded)
 
-        monkeypatch.setattr(heartbeat, "make_caches", failing)
+        monkeypatch.setattr(pacing, "make_caches", failing)
         first = model.engine.run([request(1)])[0]
         model.wait_for_beats()
         second = model.engine.run([request(8)])[0]

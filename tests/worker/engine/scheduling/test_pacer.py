@@ -11,8 +11,7 @@ from protocol.prompts import TokensPrompt
 from protocol.spec import WorkerSpec
 from protocol.to_worker import Abort, Generate, Sampling, SetPace
 from tests.support.engine import EngineHarness, spec
-from worker.engine.scheduling.pacer import Pacer
-from worker.engine.scheduling.pass_time import PassTime
+from worker.engine.scheduling.pacing import Pacer, PassTime
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 
@@ -36,7 +35,7 @@ def test_tokens_are_the_same_with_and_without_rests(settings: WorkerSpec) -> Non
 
 
 def test_an_abort_in_a_rest_is_heard_before_its_end(settings: WorkerSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.engine.scheduling.rests.MAX_REST_S", 3600.0)
+    monkeypatch.setattr("worker.engine.scheduling.pacing.MAX_REST_S", 3600.0)
     # A tick seems to have taken an hour.
     monkeypatch.setattr(Pacer, "worked", lambda pacer, began: pacer._rests.worked(began - 3600, time.monotonic()))
     with EngineHarness(settings) as engine:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from worker.engine.scheduling.rests import MAX_REST_S, MIN_DUTY, Rests
+from worker.engine.scheduling.pacing import MAX_REST_S, MIN_DUTY, Rests
 
 
 def test_with_a_full_duty_there_is_no_rest() -> None:

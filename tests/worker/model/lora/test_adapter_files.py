@@ -14,8 +14,7 @@ from tests.support.adapters import mlx_adapter, peft_adapter
 from tests.support.models import build
 from worker.model.linears import Linears
 from worker.model.lora import adapter_files
-from worker.model.lora.adapter_files import Files, read
-from worker.model.lora.tensors import UnusableAdapter
+from worker.model.lora.adapter_files import Files, UnusableAdapter, read
 
 
 @pytest.fixture(scope="module")

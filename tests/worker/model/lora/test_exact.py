@@ -23,7 +23,7 @@ from tests.worker.engine.test_riding import generated
 from worker.model.loader import LoadedModel
 from worker.model.lora.adapters import adapters_of
 from worker.start.checked_model import load_checked
-from worker.tools.verify.trial_drafters import EagerDrafts, NoisyDrafts
+from worker.tools.verify.verifier import EagerDrafts, NoisyDrafts
 
 TOKENS = 12
 # Of the rows, in the order in which they come.

@@ -12,9 +12,9 @@ import msgspec
 from protocol import codec
 from protocol.from_worker import Delta, DeltaKind, Step
 from tests.support.scale import scaled
-from worker.output.parsers.controls import NO_CONTROLS, Controls
 from worker.output.parsers.events import Event
 from worker.output.parsers.parser import make_parser
+from worker.output.parsers.reader import NO_CONTROLS, Controls
 
 CASES = Path(__file__).parent / "cases"
 TOOL = (DeltaKind.TOOL_BEGIN, DeltaKind.TOOL_END)

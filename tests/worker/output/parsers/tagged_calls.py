@@ -8,7 +8,7 @@ from tests.support.calls import markers
 from worker.output.parsers.channels import Channels
 from worker.output.parsers.families import FAMILIES
 from worker.output.parsers.xml_calls import XmlCalls
-from worker.structured.tool_grammar.tagged import XML_SHAPES, XmlShape
+from worker.structured.tool_grammar.formats import XML_SHAPES, XmlShape
 
 Call = tuple[str, Mapping[str, str]]
 

@@ -15,8 +15,8 @@ from tests.worker.output.parsers.replay import (
     some_cuts,
     text_of,
 )
-from worker.output.parsers.controls import Controls, is_markup
 from worker.output.parsers.parser import make_parser
+from worker.output.parsers.reader import Controls, is_markup
 
 # What looks like a control token, in any family.
 TOKEN = re.compile(

@@ -3,8 +3,7 @@
 import pytest
 
 from protocol.chat_templates import ChatTemplates
-from worker.output.parsers.detect import detect_family, start_in_reasoning
-from worker.output.parsers.families import ALIASES, FAMILIES, UnknownFamily, resolve
+from worker.output.parsers.families import ALIASES, FAMILIES, UnknownFamily, detect_family, resolve, start_in_reasoning
 
 TEMPLATES = {
     '<tool_call>\n{"name": "\' + tool_call.name': "hermes",

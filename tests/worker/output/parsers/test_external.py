@@ -16,8 +16,7 @@ from protocol.chat_templates import ChatTemplates
 from protocol.from_worker import DeltaKind
 from tests.worker.output.parsers.replay import Case, calls_of, check_shape, random_cuts, replay, text_of
 from worker.output.parsers.cli import BrokenTemplate, render
-from worker.output.parsers.detect import detect_family, reasoning_end, start_in_reasoning
-from worker.output.parsers.families import FAMILIES
+from worker.output.parsers.families import FAMILIES, detect_family, reasoning_end, start_in_reasoning
 
 DATA = os.environ.get("MLXD_PARSER_DATA", "")
 pytestmark = pytest.mark.skipif(not DATA, reason="MLXD_PARSER_DATA is not set")

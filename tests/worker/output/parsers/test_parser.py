@@ -3,9 +3,8 @@
 import pytest
 
 from protocol.from_worker import DeltaKind, ToolCallDelta
-from worker.output.parsers.detect import reasoning_end
 from worker.output.parsers.events import Event
-from worker.output.parsers.families import FAMILIES, UnknownFamily
+from worker.output.parsers.families import FAMILIES, UnknownFamily, reasoning_end
 from worker.output.parsers.parser import call_ids, make_parser
 
 

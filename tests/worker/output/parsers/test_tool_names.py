@@ -6,7 +6,7 @@ import pytest
 
 from protocol.from_worker import DeltaKind
 from tests.worker.output.parsers.replay import Call, Case, calls_of, replay, text_of
-from worker.output.parsers.tool_names import declared_name
+from worker.output.parsers.schema import declared_name
 
 
 @pytest.mark.parametrize(

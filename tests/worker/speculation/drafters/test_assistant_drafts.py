@@ -22,7 +22,7 @@ from worker.model.loader import LoadedModel
 from worker.speculation.drafters.assistant_drafts import Assistant, AssistantDrafts
 from worker.speculation.drafters.proposers import attach_draft
 from worker.start.checked_model import load_checked
-from worker.tools.verify.trial_drafters import EagerDrafts
+from worker.tools.verify.verifier import EagerDrafts
 
 COUNT = 4
 

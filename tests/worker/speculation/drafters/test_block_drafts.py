@@ -21,10 +21,9 @@ from tests.support.scale import scaled
 from tests.worker.engine.test_exact import requests, tokens
 from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
-from worker.speculation.drafters.block_drafts import BlockDrafts
-from worker.speculation.drafters.block_head import BlockHead
+from worker.speculation.drafters.block_head import BlockDrafts, BlockHead
 from worker.start.checked_model import load_checked
-from worker.tools.verify.trial_drafters import EagerDrafts
+from worker.tools.verify.verifier import EagerDrafts
 
 COUNT = 6
 

@@ -16,9 +16,9 @@ from tests.support.models import VOCAB
 from tests.worker.engine.test_exact import requests, tokens
 from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
-from worker.speculation.drafters.eagle_head import EagleHead
+from worker.speculation.drafters.mtp_and_eagle_heads import EagleHead
 from worker.start.checked_model import load_checked
-from worker.tools.verify.trial_drafters import EagerDrafts
+from worker.tools.verify.verifier import EagerDrafts
 
 
 @pytest.fixture(scope="module")

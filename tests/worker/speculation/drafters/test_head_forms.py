@@ -21,10 +21,9 @@ from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB, write
 from tests.worker.engine.test_exact import requests, tokens
 from worker.model.loader import LoadedModel
-from worker.speculation.drafters.head_forms import FORMS
-from worker.speculation.drafters.stored_head import NoHead, load_head
+from worker.speculation.drafters.mtp_and_eagle_heads import FORMS, NoHead, load_head
 from worker.start.checked_model import load_checked
-from worker.tools.verify.trial_drafters import EagerDrafts
+from worker.tools.verify.verifier import EagerDrafts
 
 CONFIGURATIONS = json.loads((Path(__file__).parents[3] / "support" / "architectures.json").read_text())
 SIZE = 64

@@ -14,8 +14,8 @@ from tests.support.heads import NEXTN, build_with_head, build_with_layer
 from tests.support.scale import scaled
 from tests.worker.engine.test_exact import requests, tokens
 from worker.model.loader import LoadedModel
-from worker.speculation.drafters.head_drafts import HeadDrafts
-from worker.tools.verify.trial_drafters import EagerDrafts
+from worker.speculation.drafters.state_drafts import HeadDrafts
+from worker.tools.verify.verifier import EagerDrafts
 
 # How much the target's layers add to what the head copies.
 DAMPING = {"qwen3": 0.12, "qwen3_5": 0.4, "qwen3_next": 0.4}

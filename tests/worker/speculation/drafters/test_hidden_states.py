@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from tests.support.sequences import sequence_of
 from worker.engine.forward import ForwardPart, forward
-from worker.speculation.drafters.hidden_states import HiddenStateCapture
+from worker.speculation.drafters.target import HiddenStateCapture
 
 SIZE, CHUNK, PASSES = 256, 512, 16
 

@@ -20,7 +20,7 @@ from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
 from worker.speculation.drafters.model_drafts import MAX_SHARED_TOKENS, MAX_SHARED_TOTAL_TOKENS, ModelDrafts
 from worker.start.checked_model import load_checked
-from worker.tools.verify.trial_drafters import EagerDrafts
+from worker.tools.verify.verifier import EagerDrafts
 
 
 @pytest.fixture(scope="module")

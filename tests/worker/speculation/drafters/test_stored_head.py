@@ -12,7 +12,7 @@ from mlx_lm.utils import load_model, save_config, save_model
 
 from tests.support.heads import NEXTN, build_with_head, build_with_layer
 from tests.support.models import build
-from worker.speculation.drafters.stored_head import NoHead, load_head
+from worker.speculation.drafters.mtp_and_eagle_heads import NoHead, load_head
 
 
 def config_of(folder: Path) -> dict[str, Any]:

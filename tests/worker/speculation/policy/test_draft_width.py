@@ -6,7 +6,7 @@ import pytest
 
 from protocol.timing_profile import PassKind
 from worker.model.pass_costs import WIDTHS, PassCosts
-from worker.speculation.policy.draft_width import best_width, may_pay
+from worker.speculation.policy import best_width, may_pay
 
 SURE = [1.0] * 15
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import pytest
 
 from tests.support.drafted import Drafted
+from worker.speculation import policy as module
 from worker.speculation.draft_state import DraftedRow
 from worker.speculation.drafter import Draw, Proposer, Rows
-from worker.speculation.policy import proposals as module
-from worker.speculation.policy.proposals import Proposals
-from worker.speculation.text_sources.indexed_text import Tokens
+from worker.speculation.policy import Proposals
+from worker.speculation.text_sources import Tokens
 
 PLAIN_S = 0.010
 

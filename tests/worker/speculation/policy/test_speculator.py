@@ -9,9 +9,8 @@ import pytest
 from tests.support.drafted import Drafted
 from worker.speculation.draft_state import DraftedCounts, DraftedRow, Drafting
 from worker.speculation.drafter import Draw, Rows
-from worker.speculation.policy.speculator import Speculator
-from worker.speculation.text_sources.indexed_text import Tokens
-from worker.speculation.text_sources.lookup import DraftSource
+from worker.speculation.policy import Speculator
+from worker.speculation.text_sources import DraftSource, Tokens
 
 TEXT = list(range(20, 60))
 

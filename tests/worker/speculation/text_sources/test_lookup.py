@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.speculation.text_sources.indexed_text import MAX_MATCH_TOKENS, IndexedTokens
-from worker.speculation.text_sources.lookup import (
+from worker.speculation.text_sources import (
     HISTORY_SALTS,
     HISTORY_TOKENS,
+    MAX_MATCH_TOKENS,
     DraftSource,
+    IndexedTokens,
     Lookup,
     OutputHistory,
 )

@@ -1,1 +1,0 @@
-"""Experts of a mixture-of-experts model that are read from disk."""

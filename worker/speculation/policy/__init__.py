@@ -1,1 +1,0 @@
-"""Draft policy: the number of tokens that a step verifies, and whether drafts make it faster."""

@@ -1,1 +1,0 @@
-"""Drafts from text: n-gram lookup in prompts and outputs."""
