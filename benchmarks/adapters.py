@@ -18,7 +18,7 @@ from typing import Any, Final
 from benchmarks import models
 from benchmarks.serve import numbers
 from benchmarks.tick import random_model
-from gateway.ctl.bench.measure import table
+from gateway.ctl.bench.closed_loop import table
 
 ADAPTERS: Final = 4
 WARM: Final = 4

@@ -21,9 +21,7 @@ from benchmarks import models
 from benchmarks.compare import LOAD_TIMEOUT_S
 from benchmarks.engines import Mlxd, Unavailable
 from benchmarks.serve import first_model, parse_url
-from gateway.ctl.bench.client import BenchConnection, Reply, run
-from gateway.ctl.bench.closed_loop import BenchLoad, BenchRequest
-from gateway.ctl.bench.measure import Summary, summarize_ms
+from gateway.ctl.bench.closed_loop import BenchConnection, BenchLoad, BenchRequest, Reply, Summary, run, summarize_ms
 
 
 class Burst(msgspec.Struct, frozen=True):

@@ -26,9 +26,8 @@ from benchmarks.engines import Bare, Engine, Mlxd, MlxLmServer, Sample, Unavaila
 from benchmarks.measure import spread
 from benchmarks.serve import numbers
 from benchmarks.words import TokenPrompts, load_tokenizer
-from gateway.ctl.bench import client
-from gateway.ctl.bench.closed_loop import BenchRequest
-from gateway.ctl.bench.measure import table
+from gateway.ctl.bench import closed_loop
+from gateway.ctl.bench.closed_loop import BenchRequest, table
 
 MIN_WAVES: Final = 2
 MAX_WAVES: Final = 24
@@ -71,7 +70,7 @@ def main() -> None:
     print(f"{machine()['cpu']} · BLAS: {blas.describe()} · load average {os.getloadavg()[0]:.1f}", flush=True)
     results: list[Comparison] = []
     for geometry in args.geometry:
-        results.append(client.run(compare(args, geometry)))
+        results.append(closed_loop.run(compare(args, geometry)))
         print(as_table(results[-1]), flush=True)
     if args.json:
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode({"machine": machine(), "comparisons": results})))

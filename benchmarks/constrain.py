@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks import blas, models
 from benchmarks.serve import numbers
-from gateway.ctl.bench.measure import table
+from gateway.ctl.bench.closed_loop import table
 
 if TYPE_CHECKING:
     import mlx.core as mx

@@ -22,8 +22,7 @@ from benchmarks import blas
 from benchmarks.compare import LOAD_TIMEOUT_S
 from benchmarks.engines import Mlxd
 from benchmarks.measure import cpu_s, tree
-from gateway.ctl.bench.client import run
-from gateway.ctl.bench.measure import table
+from gateway.ctl.bench.closed_loop import run, table
 
 TIMEOUT_S: Final = 1800.0
 OPTIONS: Final = ("billing", "support", "sales", "legal")

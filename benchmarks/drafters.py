@@ -14,7 +14,7 @@ import time
 from typing import Any, Final
 
 from benchmarks.serve import numbers
-from gateway.ctl.bench.measure import table
+from gateway.ctl.bench.closed_loop import table
 
 DRAFTS: Final = (1, 3, 7, 15)
 CONTEXT: Final = 500

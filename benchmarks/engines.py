@@ -21,9 +21,18 @@ from benchmarks import blas
 from benchmarks.bare import Answer, Order
 from benchmarks.fetched import MLX_VLM, VLLM_MLX, Packages, Unavailable, imports
 from benchmarks.measure import cpu_s, tree
-from gateway.ctl.bench.client import BenchConnection, Target
-from gateway.ctl.bench.closed_loop import CHAT, COMPLETION, BenchLoad, BenchRequest, closed_loop, report
-from gateway.ctl.bench.measure import Summary, summarize_ms
+from gateway.ctl.bench.closed_loop import (
+    CHAT,
+    COMPLETION,
+    BenchConnection,
+    BenchLoad,
+    BenchRequest,
+    Summary,
+    Target,
+    closed_loop,
+    report,
+    summarize_ms,
+)
 
 STOP_S: Final = 15.0
 # A worker tells its counters at least this often.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.tick import BEFORE, Loop, row_of
-from gateway.ctl.bench.measure import table
+from gateway.ctl.bench.closed_loop import table
 
 CONFIG: Final = {
     "model_type": "qwen3_moe", "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8,

@@ -23,9 +23,17 @@ from benchmarks.compare import machine
 from benchmarks.engines import Server, Unavailable
 from benchmarks.measure import cpu_s, until
 from benchmarks.serve import numbers
-from gateway.ctl.bench.client import BenchConnection, run
-from gateway.ctl.bench.closed_loop import CHAT, COMPLETION, BenchLoad, BenchRequest
-from gateway.ctl.bench.measure import Summary, summarize_ms, table
+from gateway.ctl.bench.closed_loop import (
+    CHAT,
+    COMPLETION,
+    BenchConnection,
+    BenchLoad,
+    BenchRequest,
+    Summary,
+    run,
+    summarize_ms,
+    table,
+)
 
 # Step times of a busy machine, by the number of streams.
 PACE_MS: Final = {1: 10.0, 8: 12.5, 32: 20.0, 64: 25.0}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from benchmarks import models
 from benchmarks.serve import numbers
 from benchmarks.tick import random_model
-from gateway.ctl.bench.measure import table
+from gateway.ctl.bench.closed_loop import table
 
 if TYPE_CHECKING:
     from deploy.demo_model.corpus.samples import Sample

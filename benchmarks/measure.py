@@ -1,4 +1,5 @@
-"""Variation between rounds, CPU time of process trees, and waits. Percentiles are in `gateway.ctl.bench.measure`."""
+"""Variation between rounds, CPU time of process trees, and waits. Percentiles are in
+`gateway.ctl.bench.closed_loop`."""
 
 import asyncio
 import statistics

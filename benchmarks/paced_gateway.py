@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.access.key_file import has_keys
+from gateway.access.key import has_keys
 from gateway.config.load import load_config
 from gateway.main import serve
 from protocol.spec import WorkerSpec

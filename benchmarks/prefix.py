@@ -25,9 +25,7 @@ from benchmarks import blas, models
 from benchmarks.compare import LOAD_TIMEOUT_S, machine
 from benchmarks.engines import Mlxd, MlxLmServer, Server, Unavailable
 from benchmarks.words import TokenPrompts, load_tokenizer
-from gateway.ctl.bench.client import BenchConnection, Reply, run
-from gateway.ctl.bench.closed_loop import BenchRequest
-from gateway.ctl.bench.measure import table
+from gateway.ctl.bench.closed_loop import BenchConnection, BenchRequest, Reply, run, table
 
 PATH: Final = "/v1/completions"
 TOKENS: Final = (1024, 4096, 16384)

@@ -21,7 +21,7 @@ from typing import Final
 
 from benchmarks import blas, models
 from benchmarks.compare import machine
-from gateway.ctl.bench.measure import table
+from gateway.ctl.bench.closed_loop import table
 from protocol.from_worker import Progress, Step, Up
 from protocol.prompts import TokensPrompt
 from protocol.spec import WorkerSpec

@@ -18,7 +18,7 @@ from typing import Any, Final
 from benchmarks import models
 from benchmarks.serve import numbers
 from benchmarks.tick import AFTER, Loop, checked, random_model, row_of
-from gateway.ctl.bench.measure import percentile, table
+from gateway.ctl.bench.closed_loop import percentile, table
 
 # Number of steps before a measurement; they compile.
 WARM: Final = 8

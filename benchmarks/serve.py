@@ -17,18 +17,20 @@ from urllib.parse import urlsplit
 import msgspec
 
 from benchmarks.words import TokenPrompts, load_tokenizer
-from gateway.ctl.bench.client import BenchConnection, Target, run
 from gateway.ctl.bench.closed_loop import (
     CHAT,
     COMPLETION,
+    BenchConnection,
     BenchLoad,
     BenchRequest,
+    Prompts,
     Report,
+    Target,
     as_table,
     closed_loop,
+    run,
     sweep,
 )
-from gateway.ctl.bench.words import Prompts
 
 
 def main() -> None:

@@ -30,8 +30,7 @@ import httpx
 import msgspec
 import psutil
 
-from gateway.ctl.bench.client import run
-from gateway.ctl.bench.measure import table
+from gateway.ctl.bench.closed_loop import run, table
 
 MODELS: Final = ("a", "b", "c")
 SHARE: Final = "640MiB"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.tick import random_model, row_of
-from gateway.ctl.bench.measure import table
+from gateway.ctl.bench.closed_loop import table
 
 if TYPE_CHECKING:
     from worker.sparse import ImportanceReader, SelectedTokens

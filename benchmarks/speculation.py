@@ -27,7 +27,7 @@ from msgspec import structs
 from benchmarks import blas, models
 from benchmarks.serve import numbers
 from benchmarks.sparse import sparse
-from gateway.ctl.bench.measure import table
+from gateway.ctl.bench.closed_loop import table
 
 if TYPE_CHECKING:
     from worker.engine.row import Row

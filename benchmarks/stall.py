@@ -25,9 +25,16 @@ from benchmarks.compare import LOAD_TIMEOUT_S, machine
 from benchmarks.engines import Bare, Mlxd, MlxLmServer, Server, Unavailable
 from benchmarks.measure import until
 from benchmarks.words import TokenPrompts, load_tokenizer
-from gateway.ctl.bench.client import BenchConnection, run
-from gateway.ctl.bench.closed_loop import BenchLoad, BenchRequest
-from gateway.ctl.bench.measure import Summary, percentile, summarize_ms, table
+from gateway.ctl.bench.closed_loop import (
+    BenchConnection,
+    BenchLoad,
+    BenchRequest,
+    Summary,
+    percentile,
+    run,
+    summarize_ms,
+    table,
+)
 
 PATH: Final = "/v1/completions"
 STREAMS: Final = 4

@@ -20,8 +20,7 @@ import msgspec
 
 from benchmarks.compare import machine
 from benchmarks.gateway import PacedGateway
-from gateway.ctl.bench.client import run
-from gateway.ctl.bench.measure import table
+from gateway.ctl.bench.closed_loop import run, table
 
 MIB: Final = 1 << 20
 SETTLE_S: Final = 0.3

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks import models
 from benchmarks.serve import numbers
-from gateway.ctl.bench.measure import percentile, table
+from gateway.ctl.bench.closed_loop import percentile, table
 
 if TYPE_CHECKING:
     from worker.engine.row import Row, Token

@@ -21,8 +21,7 @@ import psutil
 from benchmarks.compare import machine
 from benchmarks.gateway import PACE_MS, SETTLE_S, PacedGateway
 from benchmarks.measure import cpu_s, until
-from gateway.ctl.bench.client import BenchConnection
-from gateway.ctl.bench.closed_loop import CHAT, BenchLoad, BenchRequest
+from gateway.ctl.bench.closed_loop import CHAT, BenchConnection, BenchLoad, BenchRequest
 
 
 class Turn(msgspec.Struct, frozen=True):

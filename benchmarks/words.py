@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from gateway.ctl.bench.words import Prompts, vocabulary
+from gateway.ctl.bench.closed_loop import Prompts, vocabulary
 
 
 class WordEncoder(Protocol):

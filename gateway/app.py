@@ -9,11 +9,11 @@ from starlette.routing import Route, Router, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api import routes
-from gateway.api.batches import batch_control
+from gateway.api.batches import batches
 from gateway.api.batches.batches import Batches
 from gateway.api.common.catalog import Catalog
 from gateway.api.decisions.openai import decisions
-from gateway.api.openai.chat import ChatCompletions
+from gateway.api.openai.chat_and_completions import ChatCompletions
 from gateway.api.openai.embeddings import Embeddings
 from gateway.api.parts import HandlerEndpoint, Parts
 from gateway.api.responses.endpoints import Responses
@@ -22,9 +22,9 @@ from gateway.api.system import health
 from gateway.api.system.warm_up import WarmUp
 from gateway.config.origins import is_loopback
 from gateway.config.settings import Config
-from gateway.control import adapter_endpoints, endpoints, requests
+from gateway.control import endpoints
 from gateway.control.commands import AuditedCommand
-from gateway.disk import SYSTEM_DISK, Disk
+from gateway.disk_and_clock import SYSTEM_DISK, Disk, MakeThread, single_thread
 from gateway.http.websocket import WebSocketRules
 from gateway.link.link import WorkerLink
 from gateway.middleware.auth import Auth, BatchClient, TrustedClient
@@ -32,11 +32,10 @@ from gateway.middleware.cors import Cors
 from gateway.middleware.entry import EntryMiddleware
 from gateway.reload import Reloader
 from gateway.services import Services, SpanTracer
-from gateway.single_thread import MakeThread, single_thread
 from gateway.telemetry.metrics import Metrics
 from gateway.web.backend import Backend
-from gateway.web.site import Site
-from gateway.workers.pool.pool import AppliedConfig, Pool
+from gateway.web.page import Site
+from gateway.workers.pool import AppliedConfig, Pool
 from gateway.workers.supervisor.state import State
 
 
@@ -194,9 +193,9 @@ def admin_routes(
     services = public.services
     return [
         *endpoints.routes(services, reloader, url, drain),
-        *requests.routes(services),
-        *batch_control.routes(public.batches),
-        *adapter_endpoints.routes(services, reloader),
+        *endpoints.request_routes(services),
+        *batches.routes(public.batches),
+        *endpoints.adapter_routes(services, reloader),
         *public.backend.entrance.socket_routes(lambda: url),
         Route("/healthz", HandlerEndpoint(health.health, services), methods=["GET"]),
         # `mlxctl chat`, `bench` and `decide` need no key, because the owner of the socket owns the models.

@@ -19,15 +19,20 @@ from gateway.config.address import from_here
 from gateway.config.settings import CAN_HOLD_AWAKE, Config, ConfigError, ServerConfig, url_of
 from gateway.errors import Unavailable
 from gateway.http.connection_limits import admin_connections, public_connections
-from gateway.http.handshake import listener_protocol
-from gateway.http.listen import BACKLOG, CannotListen, close_all, file_limit, listen_tcp, listen_unix
+from gateway.http.listen_and_tls import (
+    BACKLOG,
+    CannotListen,
+    close_all,
+    file_limit,
+    listen_tcp,
+    listen_unix,
+    listener_protocol,
+)
 from gateway.link.link import WorkerLink
-from gateway.prefix_limit import limit_prefixes
-from gateway.reload import Reloader, facts_of
+from gateway.reload import Reloader, facts_of, limit_prefixes
 from gateway.telemetry.metrics import Metrics
-from gateway.workers.pool.pool import Pool
-from gateway.workers.power.battery_and_display import DesktopWatch, make_probe
-from gateway.workers.power.keep_awake import Awake
+from gateway.workers.pool import Pool
+from gateway.workers.power import Awake, DesktopWatch, make_probe
 from gateway.workers.supervisor.spawn import Command, default_command
 from gateway.workers.supervisor.state import State
 

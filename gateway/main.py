@@ -15,18 +15,16 @@ from typing import Final
 
 import uvloop
 
-from gateway.access.key_file import KeysUnusable, has_keys
+from gateway.access.key import KeysUnusable, has_keys
 from gateway.api.openai.warm_prompts import check_warm_prompts
 from gateway.config.certificate import CertificateUnusable
 from gateway.config.load import load_config
 from gateway.config.settings import Config, ConfigError
 from gateway.daemon import Daemon
 from gateway.http.connection_limits import TooFewFiles
-from gateway.http.listen import CannotListen, raise_file_limit
-from gateway.state_dir.home_paths import default_home
-from gateway.state_dir.lock import HomeUnusable, RunDir
-from gateway.telemetry.log_file import RotatingFile
-from gateway.telemetry.logs import LEVELS, LogSinks
+from gateway.http.listen_and_tls import CannotListen, raise_file_limit
+from gateway.state_dir import HomeUnusable, RunDir, default_home
+from gateway.telemetry.logs import LEVELS, LogSinks, RotatingFile
 from gateway.workers.supervisor.spawn import Command, default_command
 from protocol import __version__
 from protocol.sockets import PathTooLong, check_path

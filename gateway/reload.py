@@ -1,4 +1,7 @@
-"""Reload of the configuration file. The whole file is read and checked first; an invalid file changes nothing."""
+"""Reload of the configuration file. The whole file is read and checked first; an invalid file changes nothing.
+
+Limit of the prefix cache on disk, applied when the daemon starts or the limit changes.
+"""
 
 import asyncio
 import logging
@@ -11,12 +14,31 @@ from gateway.adapter_loads import AdapterLoads, with_adapter
 from gateway.config.settings import Config, ConfigError, ModelConfig, file_key
 from gateway.control_types import ReloadResult
 from gateway.errors import Unavailable
-from gateway.prefix_limit import limit_prefixes
+from gateway.model_files import prefix_files
 from gateway.services import Services
 from gateway.telemetry.logs import set_level
-from gateway.workers.pool.pool import AppliedConfig
+from gateway.workers.pool import AppliedConfig
 
 log = logging.getLogger(__name__)
+
+
+async def limit_prefixes(config: Config) -> None:
+    """Delete prefixes beyond the limit of `config`; all of them if no model has a prefix cache on disk.
+
+    A configuration without models has no limit.
+    """
+    if not config.models:
+        return
+    root, limit_bytes = config.prefix_cache_dir, config.prefix_cache_bytes
+    try:
+        deleted = await asyncio.to_thread(prefix_files.limit, root, limit_bytes)
+    except OSError as error:
+        log.warning("prefix cache: the limit of %d bytes could not be applied: %s", limit_bytes, error)
+        return
+    if deleted.files:
+        size_bytes = deleted.size_bytes
+        log.info("prefix cache: deleted %d files (%d bytes) beyond its limit", deleted.files, size_bytes)
+
 
 # These keys need a restart, because sockets, files and threads depend on them.
 FIXED: Final = (

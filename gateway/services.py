@@ -7,39 +7,31 @@ from typing import Protocol
 
 import httpx
 
-from gateway.access.audit_log import Audit
-from gateway.access.audit_trail import AuditTrail
-from gateway.access.key_addresses import KeyAddresses
-from gateway.access.key_file import KeyFile
-from gateway.access.keyring import Keyring
+from gateway.access.audit_log import Audit, AuditTrail
+from gateway.access.key import KeyFile
+from gateway.access.keyring import KeyAddresses, Keyring
 from gateway.access.ledger import Ledger
-from gateway.access.unauthenticated import LogSample, Throttle
+from gateway.access.rate_limit import LogSample, Throttle
 from gateway.access.usage import UsageFile
-from gateway.config.periods import zone_of
-from gateway.config.settings import Config
-from gateway.disk import SYSTEM_DISK, Disk
+from gateway.config.settings import Config, zone_of
+from gateway.disk_and_clock import SYSTEM_DISK, Disk, MakeThread, single_thread
 from gateway.http.capture import Captures
-from gateway.http.tls import Tls
+from gateway.http.listen_and_tls import Tls
 from gateway.link.link import WorkerLink
-from gateway.media.in_flight_bytes import InFlightBytes
-from gateway.media.pdf_reader import PdfReader
-from gateway.media.resolve import Fetch, bounded, fetch_public
+from gateway.media.documents import PdfReader
+from gateway.media.resolve import Fetch, InFlightBytes, bounded, fetch_public
 from gateway.remote.upstreams.upstream_client import Clients
-from gateway.request.admission import Admission
-from gateway.request.batch_gate import BatchGate
+from gateway.request.admission import Admission, BatchGate, LoadMeter
 from gateway.request.body_memory import Bodies, memory_bytes, share_bytes
-from gateway.request.in_flight import Requests
-from gateway.request.model_load import LoadMeter
+from gateway.request.in_flight import RecentRequests, Requests
 from gateway.request.next_turns import NextTurns
-from gateway.request.recent_requests import RecentRequests
+from gateway.request.opener import Runtime
 from gateway.request.record import RequestRecord
 from gateway.request.routing import LiveConfig
-from gateway.request.runtime import Runtime
-from gateway.single_thread import MakeThread, single_thread
-from gateway.state_dir.home_paths import audit_path
+from gateway.state_dir import audit_path
 from gateway.task_set import TaskSet
 from gateway.telemetry.metrics import Metrics
-from gateway.workers.pool.pool import Pool
+from gateway.workers.pool import Pool
 
 
 class SpanTracer(Protocol):

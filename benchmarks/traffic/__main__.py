@@ -34,7 +34,7 @@ from benchmarks.traffic.drive import Load, drive
 from benchmarks.traffic.records import Place, Point, Record
 from benchmarks.traffic.texts import Conversations, PagesAndSources, Texts, Words, requests_of
 from benchmarks.words import load_tokenizer
-from gateway.ctl.bench import client
+from gateway.ctl.bench import closed_loop
 from tests.real.prepare import SMOLLM2, SMOLLM2_BF16
 
 DEMO: Final = "demo"
@@ -92,7 +92,7 @@ def main() -> None:
     subject = _subject(args.model, args.dtype)
     for name in args.engines:
         try:
-            client.run(_measure(args, subject, name, place))
+            closed_loop.run(_measure(args, subject, name, place))
         except Unavailable as why:
             print(f"{name}: {why}", file=sys.stderr, flush=True)
     measured = records.read(args.out / records.FILE)

@@ -10,8 +10,7 @@ import msgspec
 from benchmarks.bare import Answer, Order
 from benchmarks.engines import Bare, Drafts, Server
 from benchmarks.measure import cpu_s, tree
-from gateway.ctl.bench.client import BenchConnection, Reply
-from gateway.ctl.bench.closed_loop import BenchLoad, BenchRequest
+from gateway.ctl.bench.closed_loop import BenchConnection, BenchLoad, BenchRequest, Reply
 
 
 class Outcome(msgspec.Struct, frozen=True):

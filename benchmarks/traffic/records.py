@@ -13,7 +13,7 @@ import msgspec
 from benchmarks import blas
 from benchmarks.engines import Drafts
 from benchmarks.traffic.drive import Run
-from gateway.ctl.bench.measure import Summary, summarize_ms, table
+from gateway.ctl.bench.closed_loop import Summary, summarize_ms, table
 
 BARE: Final = "bare"
 MLXD: Final = ("mlxd", "mlxd-off")

@@ -30,7 +30,7 @@ from benchmarks import blas
 from benchmarks.compare import machine
 from benchmarks.vision import geometries, inside
 from benchmarks.vision.servers import START_S, Server, Unavailable, mlx_vlm, mlxd
-from gateway.ctl.bench.measure import table
+from gateway.ctl.bench.closed_loop import table
 
 DEMO: Final = "demo-vision"
 STREAMS: Final = 8

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks import blas
-from gateway.ctl.bench.measure import table
+from gateway.ctl.bench.closed_loop import table
 
 if TYPE_CHECKING:
     from worker.model.loader import LoadedModel

@@ -3,10 +3,14 @@ the operator, reloads of the configuration, and each address that a key is first
 
 The daemon and every `mlxctl` append to it without a lock, since a line is one write at the end of the file; only a
 rotation is locked. Requests without a key add no lines, so unauthenticated clients cannot cause a rotation.
+
+Audit log of the daemon. A thread writes it, so that neither requests nor the event loop wait for the disk.
 """
 
 import fcntl
+import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,10 +21,11 @@ from typing import Final, Literal
 import msgspec
 from msgspec import Struct
 
-from gateway.disk import SYSTEM_DISK, Disk
+from gateway.disk_and_clock import SYSTEM_DISK, Disk, MakeThread, single_thread
 from gateway.failed import CommandFailed
-from gateway.state_dir.folder import FolderRefused, HomeFolder
-from gateway.state_dir.home_paths import audit_path
+from gateway.state_dir import FolderRefused, HomeFolder, audit_path
+
+log = logging.getLogger(__name__)
 
 MAX_BYTES: Final = 4 * 1024 * 1024
 KEEP: Final = 8
@@ -170,3 +175,42 @@ def this_process() -> AuditActor:
     """Return this process, its user, and the account that used sudo."""
     sudo_uid = os.environ.get("SUDO_UID", "") if os.geteuid() == 0 else ""
     return AuditActor(os.getuid(), os.getpid(), int(sudo_uid) if sudo_uid.isdecimal() else None)
+
+
+# Maximum number of pending lines. Further lines are lost and counted.
+PENDING_MAX: Final = 1000
+
+
+class AuditTrail:
+    """Queue of audit lines, written in order. A line that is lost is counted and written to the daemon's
+    log instead.
+    """
+
+    def __init__(self, audit: Audit, make_thread: MakeThread = single_thread) -> None:
+        self._audit = audit
+        self._thread = make_thread("audit")
+        self._room = threading.Semaphore(PENDING_MAX)
+        self.lost = 0
+
+    def record(self, entry: AuditEntry) -> None:
+        """Queue a line to be written."""
+        if self._room.acquire(blocking=False):
+            self._thread.submit(self._write, entry)
+        else:
+            self._lose(entry, "the disk does not keep up")
+
+    def close(self) -> None:
+        """Write all pending lines. No method may be called after this."""
+        self._thread.shutdown()
+
+    def _write(self, entry: AuditEntry) -> None:
+        self._room.release()
+        try:
+            self._audit.record(entry)
+        except AuditUnwritable as error:
+            self._lose(entry, str(error))
+
+    def _lose(self, entry: AuditEntry, why: str) -> None:
+        self.lost += 1
+        fields = {"action": entry.action, "target": entry.target, "outcome": entry.outcome, "uid": entry.uid}
+        log.error("not in the audit log: %s", why, extra={"fields": fields})

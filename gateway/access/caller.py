@@ -8,7 +8,7 @@ from typing import Final
 from msgspec import structs
 
 from gateway.access.rate_limit import Meter
-from gateway.config.patterns import Pattern
+from gateway.config.names import Pattern
 from gateway.config.settings import ModelConfig
 from protocol.to_worker import BATCH_PRIORITY, Generate
 

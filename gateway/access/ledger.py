@@ -16,9 +16,9 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from gateway.config.periods import begin_of, day_of, next_day, next_month
-from gateway.disk import SYSTEM_DISK, Disk
-from gateway.state_dir.snapshot import WriteOrder
+from gateway.config.settings import begin_of, day_of, next_day, next_month
+from gateway.disk_and_clock import SYSTEM_DISK, Disk
+from gateway.state_dir import WriteOrder
 
 log = logging.getLogger(__name__)
 

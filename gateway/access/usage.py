@@ -12,8 +12,8 @@ import msgspec
 from msgspec import Struct
 
 from gateway.access.rate_limit import Meter
-from gateway.disk import SYSTEM_DISK, Disk
-from gateway.state_dir.snapshot import WriteOrder
+from gateway.disk_and_clock import SYSTEM_DISK, Disk
+from gateway.state_dir import WriteOrder
 from gateway.telemetry.metrics import KeyMetrics, Metrics
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api.batches.batches import Batches
 from gateway.api.batches.files import FileEndpoints
-from gateway.api.batches.message_batches import MessageBatches
-from gateway.api.batches.openai_batches import OpenAIBatches
+from gateway.api.batches.openai_and_message_batches import MessageBatches, OpenAIBatches
 from gateway.api.common.catalog import Catalog
 from gateway.api.responses.endpoints import Responses
 from gateway.model_files.pull_queue import PullQueue

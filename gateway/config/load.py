@@ -1,7 +1,14 @@
-"""Reads the configuration file into a checked `Config`. Each error is a `ConfigError` with its line in the file."""
+"""Reads the configuration file into a checked `Config`. Each error is a `ConfigError` with its line in the file.
 
+Names of the worker's parsers. With them, a wrong name is reported before a worker starts.
+
+Reads the tables `[upstreams.NAME]`, which configure other endpoints, and their files.
+"""
+
+import difflib
 import importlib.util
 import re
+import ssl
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -9,14 +16,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import structs
+from msgspec.structs import fields, replace
 
 from gateway.config.address import bad_proxy
 from gateway.config.certificate import CertificateUnusable, load
-from gateway.config.group_check import check_groups
 from gateway.config.names import Names
 from gateway.config.origins import bad_host, bad_origin, is_loopback
-from gateway.config.parser_names import bad_parser
-from gateway.config.periods import zone_of
 from gateway.config.settings import (
     CAN_HOLD_AWAKE,
     CONFIG_NAME,
@@ -34,16 +39,115 @@ from gateway.config.settings import (
     ServerConfig,
     TlsConfig,
     UiConfig,
+    UpstreamConfig,
+    zone_of,
 )
 from gateway.config.source import ConfigSource
-from gateway.config.upstream_tables import read_upstreams
+from gateway.config.worker_spec_and_group import check_groups
 from gateway.errors import ModelNotFound
 from gateway.failed import CommandFailed
 from gateway.model_files.hub_cache import cached_models
 from gateway.model_files.metadata import DEMOS
-from gateway.state_dir.home_paths import keys_path
+from gateway.state_dir import keys_path
 from protocol.experts import RUNNING_MAX
 from protocol.spec import ADAPTERS_MAX
+
+# The gateway must not import `worker.output.parsers`, which has the same names; a test compares them.
+PARSERS: Final = frozenset({
+    "apertus", "apriel", "apriel1.6", "apriel16", "bielik", "cohere", "command_a", "command_r", "command_r7b",
+    "command_r_plus", "deepseek_r1", "deepseek_v3", "deepseek_v3.1", "deepseek_v3.2", "deepseek_v31",
+    "deepseek_v32", "deepseek_v4", "dots", "dots1", "dots3", "dots3_note", "dots_llm1", "ernie", "ernie45",
+    "exaone", "firefunction", "firefunction_v2", "function_gemma", "functionary", "functionary_v31",
+    "functionary_v32", "functiongemma", "gemma", "gemma4", "gigachat", "gigachat3", "glm", "glm45", "glm46",
+    "glm47", "gpt-oss", "gpt_oss", "granite", "granite3", "granite4", "granite_20b_fc", "granite_thinking",
+    "harmony", "hermes", "holo2", "hunyuan", "hunyuan_a13b", "hunyuan_v3", "hy_v3", "internlm", "internlm2",
+    "internlm3", "jamba", "json_tools", "kimi", "kimi_k2", "kimi_k3", "laguna", "lfm2", "lfm2_pythonic", "ling",
+    "ling3", "llama", "llama3", "llama3_json", "llama4", "llama4_json", "llama4_pythonic", "longcat",
+    "magistral", "mimo", "minicpm", "minicpm5", "minimax", "minimax_m1", "minimax_m2", "minimax_m3", "mistral",
+    "mistral_v3", "muse", "muse_spark", "nemotron", "nemotron_json", "nemotron_v2", "nemotron_v3", "none",
+    "olmo3", "olmo3_pythonic", "phi4", "phi4mini", "pythonic", "qwen", "qwen2.5", "qwen25", "qwen3", "qwen3.5",
+    "qwen3_5", "qwen3_coder", "qwen3_think", "qwen3_xml", "qwen3xml", "qwq", "reka", "seed", "seed_oss",
+    "smollm3", "solar", "solar_open", "spark", "step", "step3", "step3.5", "step3p5", "think", "xlam",
+})  # fmt: skip
+
+
+def bad_parser(name: str) -> str | None:
+    """Return what is wrong with a parser's name; None if it is valid. An empty name selects the model's own parser."""
+    plain = name.strip().lower().replace("-", "_")
+    if not plain or plain in PARSERS or plain.replace(".", "_") in PARSERS:
+        return None
+    near = difflib.get_close_matches(plain, PARSERS, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(PARSERS))}"
+    return f"unknown parser {name!r}; {hint}"
+
+
+def read_upstreams(source: ConfigSource, raw: Any, models: Mapping[str, ModelConfig]) -> dict[str, UpstreamConfig]:
+    """Read all upstreams, make their paths absolute, and check the models' fallbacks. Raises `ConfigError`."""
+    if not isinstance(raw, dict):
+        raise source.error("upstreams must be a table: write [upstreams.NAME]", ("upstreams",))
+    upstreams = {name: _upstream(source, name, body, ("upstreams", name)) for name, body in raw.items()}
+    for model in models.values():
+        for name in model.fallback.to:
+            where = ("models", model.name, "fallback")
+            if name not in upstreams:
+                raise source.error(f"fallback: there is no [upstreams.{name}]", where)
+            if model.name not in upstreams[name].models:
+                raise source.error(f"fallback: models of [upstreams.{name}] has no {model.name!r}", where)
+    return upstreams
+
+
+def _upstream(source: ConfigSource, name: str, body: Any, where: tuple[str, ...]) -> UpstreamConfig:
+    """Read one upstream and make its paths absolute. Raises `ConfigError`."""
+    table = source.table(body, UpstreamConfig, where)
+    for field in fields(UpstreamConfig):
+        if field.required and field.name not in ("name", *table):
+            raise source.error(f"an upstream needs {field.name}", where)
+    far = source.convert(table | {"name": name}, UpstreamConfig, where)
+    if reason := _bad_url(far):
+        raise source.error(f"url: {far.url!r} {reason}", (*where, "url"))
+    key_file = ""
+    if far.key_file:
+        key_file = str(source.path_of(far.key_file))
+        try:
+            read_secret(Path(key_file))
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise source.error(f"key_file: {key_file}: {reason}", (*where, "key_file")) from None
+    ca = str(source.path_of(far.ca)) if far.ca else ""
+    try:
+        ssl.create_default_context(cafile=ca or None)
+    except (OSError, ValueError) as error:
+        raise source.error(f"ca: {ca} holds no certificates (PEM): {error}", (*where, "ca")) from None
+    return replace(far, url=far.url.rstrip("/"), key_file=key_file, ca=ca)
+
+
+def read_secret(path: Path) -> str:
+    """Read the API key in a file. Raises `OSError`, or `ValueError` if it cannot be a key."""
+    secret = path.read_text(encoding="utf-8").strip()
+    if not secret:
+        raise ValueError("is empty")
+    if not secret.isascii() or not secret.isprintable() or " " in secret:
+        raise ValueError("holds no key: one line of text is expected")
+    return secret
+
+
+def _bad_url(upstream: UpstreamConfig) -> str:
+    """Return why the URL of an endpoint is invalid or must not be used; empty if it is good."""
+    try:
+        url = urlsplit(upstream.url)
+        port = url.port
+    except ValueError as error:
+        return f"is no URL: {error}"
+    if url.scheme not in ("http", "https") or not url.hostname or port == 0:
+        return "must be https://HOST:PORT, or http://"
+    if url.query or url.fragment or url.username is not None:
+        return "must have no query or user"
+    if url.scheme == "http" and not is_loopback(url.hostname) and not upstream.plain_http:
+        return (
+            "is plain HTTP: keys, prompts and answers could be read on the network. Use https, or set plain_http = true"
+        )
+    return ""
+
 
 # The chat template is copied into the configuration and a worker's state file. The longest known templates have 20 KiB.
 TEMPLATE_BYTES_MAX: Final = 1024 * 1024

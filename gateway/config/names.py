@@ -4,6 +4,8 @@ An exact name comes first, then an alias, then an adapter's name or `NAME:ADAPTE
 any of these. Patterns come last; the most specific pattern has the longest text before its first `*`, then the most
 text. `NAME:latest`, which Ollama's clients send, is NAME. `[server] small` has patterns of its own for the small models
 of vendors; if one is as specific as a model's alias, the alias wins.
+
+Patterns in which `*` stands for any text. They are used for aliases of models and for the models of a key.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,9 +14,37 @@ from typing import Final
 
 from msgspec import structs
 
-from gateway.config.patterns import Pattern
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest, ModelNotFound
+
+
+class Pattern:
+    """A pattern. Matching takes time linear in the name's length, so no pattern can make a request slow."""
+
+    __slots__ = ("_pieces", "specificity", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._pieces = text.split("*")
+        # The pattern with the longest literal prefix is the most specific, then the one with the most literal text.
+        self.specificity = (len(self._pieces[0]), sum(map(len, self._pieces)))
+
+    def matches(self, name: str) -> bool:
+        """Whether `name` equals the pattern with some text in place of each `*`."""
+        if len(self._pieces) == 1:
+            return name == self.text
+        first, *middle, last = self._pieces
+        end = len(name) - len(last)
+        if end < len(first) or not name.startswith(first) or not name.endswith(last):
+            return False
+        start = len(first)
+        for piece in middle:
+            at = name.find(piece, start, end)
+            if at < 0:
+                return False
+            start = at + len(piece)
+        return True
+
 
 # Claude Code, Codex and other clients request these models for background work: titles, summaries, topics.
 SMALL: Final = (

@@ -11,8 +11,7 @@ def main() -> None:
     import sys
 
     try:
-        from gateway.ctl.cli import app
-        from gateway.ctl.help import command_of
+        from gateway.ctl.cli import app, command_of
         from gateway.failed import CommandFailed
     except KeyboardInterrupt:
         # Verbs exit with the same status on Ctrl-C.

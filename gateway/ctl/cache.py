@@ -8,9 +8,8 @@ import typer
 from gateway.config.names import Names
 from gateway.config.settings import Config
 from gateway.ctl import tables
-from gateway.ctl.complete import model_argument
-from gateway.ctl.model_verbs.offline import read_config
-from gateway.ctl.printing import Json, print_json, print_result
+from gateway.ctl.offline import model_argument, read_config
+from gateway.ctl.tables import Json, print_json, print_result
 from gateway.errors import ModelNotFound
 from gateway.failed import CommandFailed
 from gateway.model_files.prefix_files import clear as delete

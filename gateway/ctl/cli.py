@@ -1,25 +1,32 @@
-"""The verbs of `mlxctl`. A verb imports its dependencies itself: `mlxctl version` loads no HTTP client."""
+"""The verbs of `mlxctl`. A verb imports its dependencies itself: `mlxctl version` loads no HTTP client.
+
+Help texts of mlxctl: the verbs in panels, and each text as it stands, since rich takes brackets for markup.
+"""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 import msgspec
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from gateway.control_types import CommandDone
-from gateway.ctl import adapter as adapter
 from gateway.ctl import (
+    batches,
     cache,
+    chat_verbs,
     client,
     drain,
-    info,
+    hub,
     keys,
     logs,
+    models,
     requests,
     tables,
     top,
@@ -28,28 +35,69 @@ from gateway.ctl import (
 )
 from gateway.ctl import calibrate as calibrating
 from gateway.ctl import config as config_verbs
+from gateway.ctl import connect as connecting
+from gateway.ctl import connect as launching
+from gateway.ctl import models as adapter
 from gateway.ctl import service as service
 from gateway.ctl import setup as setup
-from gateway.ctl.batches import batches_verb as batches
 from gateway.ctl.bench import bench_verb as bench
-from gateway.ctl.complete import Model
-from gateway.ctl.connect import connect_verb as connecting
-from gateway.ctl.connect import launch_verb as launching
+from gateway.ctl.chat_verbs import MaxTokens, System, Temperature
 from gateway.ctl.doctor import doctor_verb as inspect
-from gateway.ctl.help import HELP_NAMES
-from gateway.ctl.model_verbs import (
-    models,
-    pull,
-    repack,
-    rm,
-    search,
-)
-from gateway.ctl.model_verbs.offline import check_room, is_running, model_of, read_config
-from gateway.ctl.printing import Anyway, Json, print_json, print_result
+from gateway.ctl.offline import Model, check_room, is_running, model_of, read_config
 from gateway.ctl.selftest import selftest_verb as selftest
-from gateway.ctl.talk import decide, run
-from gateway.ctl.talk.chat import MaxTokens, System, Temperature
+from gateway.ctl.tables import Anyway, Json, print_json, print_result
 from protocol import __version__
+
+HELP_NAMES: Final = ("-h", "--help")
+# The root's verbs in the order in which help lists them.
+PANELS: Final[Mapping[str, tuple[str, ...]]] = {
+    "Start": ("serve", "run", "chat", "decide", "launch", "connect", "ui", "help", "version"),
+    "Models": ("models", "search", "recommend", "info", "pull", "rm", "load", "unload", "pin", "unpin", "adapter"),
+    "Watch": ("status", "ps", "top", "requests", "batches", "why", "usage", "logs", "doctor", "selftest"),
+    "Operate": ("keys", "config", "service", "setup", "restart", "cancel", "drain", "undrain", "cache", "handover"),
+    "Expert": ("bench", "calibrate", "verify", "repack", "parse"),
+}
+
+
+def command_of(app: typer.Typer) -> TyperGroup:
+    """Return the command line of `app`, whose help lists the verbs of `PANELS` in their order."""
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    for _, command in (("", group), *nested(group)):
+        _show_as_written(command)
+    panels = {verb: panel for panel, verbs in PANELS.items() for verb in verbs}
+    for verb in panels:
+        command = group.commands.pop(verb)
+        assert isinstance(command, (TyperCommand, TyperGroup))
+        command.rich_help_panel = panels[verb]
+        group.commands[verb] = command
+    return group
+
+
+def nested(group: TyperGroup, words: tuple[str, ...] = ()) -> Iterator[tuple[str, TyperCommand | TyperGroup]]:
+    """Yield every command below a group with the words that are typed for it."""
+    for name, command in group.commands.items():
+        assert isinstance(command, (TyperCommand, TyperGroup))
+        yield " ".join((*words, name)), command
+        if isinstance(command, TyperGroup):
+            yield from nested(command, (*words, name))
+
+
+def _show_as_written(command: TyperCommand | TyperGroup) -> None:
+    command.help = _escaped(command.help)
+    context = command.context_class(command, help_option_names=list(HELP_NAMES))
+    for parameter in command.get_params(context):
+        shown: Any = parameter
+        shown.help = _escaped(shown.help)
+        if shown.metavar is None and parameter.param_type_name == "argument":
+            shown.metavar = str(parameter.name).upper()
+        elif getattr(parameter, "is_flag", False):
+            shown.metavar = ""  # a flag takes no value, whose type would be shown
+
+
+def _escaped(text: str | None) -> str | None:
+    return text and text.replace("[", r"\[")
+
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -135,17 +183,17 @@ for verb in (
     calibrating.calibrate,
     connecting.connect,
     launching.launch,
-    decide.decide,
+    chat_verbs.decide,
     inspect.doctor,
     bench.bench,
     drain.drain,
-    info.info,
-    pull.pull,
-    search.recommend,
-    repack.repack,
-    rm.rm,
-    run.run,
-    search.search,
+    hub.info,
+    hub.pull,
+    hub.recommend,
+    models.repack,
+    models.rm,
+    chat_verbs.run,
+    hub.search,
     selftest.selftest,
     top.top,
     ui.ui,
@@ -170,7 +218,7 @@ def chat(
 
     Example: mlxctl chat demo "Why is the sky blue?"
     """
-    from gateway.ctl.talk import chat as talking
+    from gateway.ctl import chat_verbs as talking
 
     client.status()
     talking.talk(model, prompt, talking.ChatOptions(system, max_tokens, temperature), json=json)

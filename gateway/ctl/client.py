@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
+from gateway import state_dir
 from gateway.control_types import DaemonStatus, DeepHealth
 from gateway.failed import CommandFailed
-from gateway.state_dir import home_paths
 
 if TYPE_CHECKING:
     import httpx
@@ -27,7 +27,7 @@ PROBE_TIMEOUT_S: Final = 30.0
 
 def admin_socket() -> Path:
     """Return the path of the admin socket of this home's daemon."""
-    return home_paths.admin_socket(home_paths.default_home())
+    return state_dir.admin_socket(state_dir.default_home())
 
 
 def get(path: str, kind: type[T]) -> T:

@@ -10,8 +10,8 @@ from gateway.config import export
 from gateway.config.settings import Config, ConfigError
 from gateway.control_types import ReloadResult
 from gateway.ctl.client import post
-from gateway.ctl.model_verbs.offline import folder_of, read_config
-from gateway.ctl.printing import Json, print_json
+from gateway.ctl.offline import folder_of, read_config
+from gateway.ctl.tables import Json, print_json
 from gateway.failed import CommandFailed
 from gateway.model_files.metadata import Unreadable
 

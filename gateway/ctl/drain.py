@@ -8,8 +8,8 @@ from msgspec import Struct
 
 from gateway.control_types import DrainResult
 from gateway.ctl import client
-from gateway.ctl.model_verbs.offline import is_running
-from gateway.ctl.printing import Json, print_json, print_result, seconds
+from gateway.ctl.offline import is_running
+from gateway.ctl.tables import Json, print_json, print_result, seconds
 from gateway.failed import CommandFailed
 
 POLL_S: Final = 0.05

@@ -10,14 +10,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
+from gateway.access.key import Key, KeyFile
 from gateway.control_types import UsageReport
 from gateway.ctl import tables
 from gateway.ctl.client import get
-from gateway.ctl.printing import Json, print_json, print_result, seconds
+from gateway.ctl.tables import Json, print_json, print_result, seconds
 from gateway.failed import CommandFailed
-from gateway.state_dir.home_paths import default_home, keys_path, usage_path
+from gateway.state_dir import default_home, keys_path, usage_path
 
 app = typer.Typer(help="Create, change, show and revoke API keys.", no_args_is_help=True)
 

@@ -6,13 +6,12 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from gateway.ctl.complete import model_argument
-from gateway.ctl.printing import Json
+from gateway.ctl.offline import model_argument
+from gateway.ctl.tables import Json
 from gateway.failed import CommandFailed
-from gateway.state_dir.home_paths import audit_path, default_home, log_path
-from gateway.telemetry import log_file
-from gateway.telemetry.log_reader import is_about, read_line
-from gateway.telemetry.logs import escaped
+from gateway.state_dir import audit_path, default_home, log_path
+from gateway.telemetry import logs as log_file
+from gateway.telemetry.logs import escaped, is_about, read_line
 
 POLL_S: Final = 0.2
 _HEAD: Final = ("time", "level", "logger", "message", "exception")

@@ -18,8 +18,7 @@ from gateway.control_types import (
     RequestWhy,
 )
 from gateway.ctl.client import get, post
-from gateway.ctl.printing import Json, console, harmless, print_json, print_result
-from gateway.ctl.tables import duration, table
+from gateway.ctl.tables import Json, console, duration, harmless, print_json, print_result, table
 
 Id = Annotated[str, typer.Argument(help="A request's id, as mlxctl requests and the log show it.", show_default=False)]
 

@@ -10,16 +10,15 @@ import msgspec
 import typer
 
 from gateway.config.settings import CONFIG_NAME, ConfigError, ServerConfig
-from gateway.config.syntax import control_character
-from gateway.ctl import logs
+from gateway.config.source import control_character
+from gateway.ctl import logs, offline
 from gateway.ctl.client import NOT_RUNNING
-from gateway.ctl.model_verbs import offline
-from gateway.ctl.printing import Json, print_json
+from gateway.ctl.tables import Json, print_json
 from gateway.failed import CommandFailed
-from gateway.service import executor, launchd, systemd
+from gateway.service import installer, launchd, systemd
 from gateway.service.description import SYSTEM_PREFIX, Action, HostFacts, Scope, Service, ServiceManager, ServiceState
-from gateway.service.installation import Installation, Owner, check_writers, launcher, version_of
-from gateway.state_dir.home_paths import default_home
+from gateway.service.installer import Installation, Owner, check_writers, launcher, version_of
+from gateway.state_dir import default_home
 
 app = typer.Typer(help="Install mlxd as a service, start and stop it.", no_args_is_help=True)
 app.command("logs")(logs.logs)
@@ -67,7 +66,7 @@ def status(system: System = False, json: Json = False) -> None:
     service, kind = _find(system, None, needs_user=False), _manager_of(None)
     question = kind.status_command(service)
     try:
-        _, output = executor.RealMachine().run(question)
+        _, output = installer.RealMachine().run(question)
     except OSError as error:
         raise CommandFailed(f"{question[0]}: {error.strerror}") from None
     facts = _with_versions(kind.facts(output), service)
@@ -155,12 +154,12 @@ def _with_versions(facts: HostFacts, service: Service) -> ServiceState:
 def _carry_out(actions: list[Action], dry_run: bool, json: bool) -> None:
     """Carry out the actions, or print them with `--dry-run`. Raises `CommandFailed`."""
     if not dry_run:
-        executor.carry_out(actions, executor.RealMachine())
+        installer.carry_out(actions, installer.RealMachine())
     if json:
         # msgspec encodes no paths.
         print_json({"done": not dry_run, "actions": msgspec.to_builtins(actions, enc_hook=str)})
     elif dry_run:
-        typer.echo(executor.describe(actions))
+        typer.echo(installer.describe(actions))
 
 
 def _manager_of(kind: Kind | None) -> ServiceManager:

@@ -17,11 +17,21 @@ from rich.text import Text
 
 from gateway.control_types import RequestList, RequestView
 from gateway.ctl import client
-from gateway.ctl.model_verbs.models import ps_table
-from gateway.ctl.model_verbs.offline import budget_bytes
-from gateway.ctl.printing import Json, console, print_json
-from gateway.ctl.rates import RateSample, compare, sample_rates
-from gateway.ctl.tables import bar, duration, headline, size, table
+from gateway.ctl.models import ps_table
+from gateway.ctl.offline import budget_bytes
+from gateway.ctl.tables import (
+    Json,
+    RateSample,
+    bar,
+    compare,
+    console,
+    duration,
+    headline,
+    print_json,
+    sample_rates,
+    size,
+    table,
+)
 
 # Only the oldest requests are shown, as many as a screen can hold.
 STREAMS_MAX: Final = 20

@@ -8,7 +8,7 @@ import typer
 
 from gateway.control_types import UiCode, UiRevoked
 from gateway.ctl.client import post
-from gateway.ctl.printing import Json, print_json, print_result
+from gateway.ctl.tables import Json, print_json, print_result
 
 
 def ui(

@@ -12,7 +12,7 @@ import typer
 from gateway.control_types import UsageLine, UsageLines
 from gateway.ctl import tables
 from gateway.ctl.client import get
-from gateway.ctl.printing import Json, print_json
+from gateway.ctl.tables import Json, print_json
 
 
 def usage(

@@ -14,10 +14,10 @@ from typing import Any, Final
 import msgspec
 
 from gateway.config.settings import Config, ModelConfig
-from gateway.config.worker_spec import worker_spec
+from gateway.config.worker_spec_and_group import worker_spec
 from gateway.ctl import client
 from gateway.ctl.calibrate import spec_input
-from gateway.ctl.printing import records
+from gateway.ctl.tables import records
 from gateway.failed import CommandFailed
 from gateway.workers.supervisor.ranks import ranks_of
 from gateway.workers.supervisor.spawn import default_command

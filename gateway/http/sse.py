@@ -1,5 +1,7 @@
 """Streams over raw ASGI, as server-sent events or lines of JSON. Idle streams get keep-alives; clients that leave or
 stall are detected.
+
+Interfaces between a generation and a dialect. The dialect's encoders turn events into bytes.
 """
 
 import asyncio
@@ -7,16 +9,62 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 from starlette.types import Receive, Send
 
 from gateway.errors import ApiError, InternalError
-from gateway.http.encoder import Fold, StreamEncoder
-from gateway.http.exchange import CLIENT_CLOSED, SLICE_BYTES, ResponseSender, send_parts
+from gateway.http.bodies import CLIENT_CLOSED, SLICE_BYTES, ResponseSender, send_parts
 from gateway.request.generation import Generation
 from gateway.request.record import ChunkWriter, Header, RequestRecord
-from protocol.from_worker import Progress
+from protocol.from_worker import Delta, Progress
+
+
+class StreamEncoder(Protocol):
+    """Encoder of a request's stream. It never gets deltas that ended in ERROR or ABORT: `error` is called instead."""
+
+    def bind(self, rids: Sequence[int]) -> None:
+        """Map request ids to choices. Called before `encode`, and again if the request moves to another worker."""
+        ...
+
+    def begin(self, prompt_tokens: int) -> bytes:
+        """Return the events before the first delta. `prompt_tokens` is 0 while it is unknown."""
+        ...
+
+    def encode(self, deltas: Sequence[Delta]) -> bytes:
+        """Return the events of these deltas, possibly none."""
+        ...
+
+    def keepalive(self) -> bytes:
+        """Return bytes that reset a client's idle timer and have no other effect."""
+        ...
+
+    def error(self, error: ApiError) -> bytes | None:
+        """Return the last event of a failed stream. None if the dialect has no such event, and the stream must be cut
+        off.
+        """
+        ...
+
+    def end(self) -> bytes:
+        """Return the events after the last delta: usage, if requested, and the end mark."""
+        ...
+
+
+class Fold(Protocol):
+    """Encoder of a request's whole answer, made from the deltas of which a stream would consist."""
+
+    def bind(self, rids: Sequence[int]) -> None:
+        """Map rids to choices."""
+        ...
+
+    def add(self, deltas: Sequence[Delta]) -> None:
+        """Add these deltas."""
+        ...
+
+    def result(self) -> bytes:
+        """Return the whole body. Called once, after every choice has finished."""
+        ...
+
 
 STALLS_MAX: Final = 2
 EVENTS: Final = b"text/event-stream; charset=utf-8"

@@ -26,9 +26,9 @@ from websockets.http11 import Request
 from websockets.server import ServerProtocol
 
 from gateway.errors import ApiError
+from gateway.http.bodies import ADVANCE_RESERVE_BYTES, BODY_TIMEOUT_S
 from gateway.http.connection_limits import Connections, Opening, StallCheck
 from gateway.http.direct_write import unsent_bytes
-from gateway.http.request_body import ADVANCE_RESERVE_BYTES, BODY_TIMEOUT_S
 from gateway.request.body_memory import LARGE_BYTES, BodyLease
 from gateway.request.record import ClientLeft, Header
 

@@ -1,21 +1,32 @@
-"""Link to the workers: the table of running sequences. It drops messages of old epochs."""
+"""Link to the workers: the table of running sequences. It drops messages of old epochs.
+
+Pending calls to workers, and the futures that wait for their results.
+"""
 
 import asyncio
 import itertools
 import logging
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from gateway.link.calls import PendingCalls
 from gateway.link.collector import Collector
-from gateway.link.events import LinkEvents
-from gateway.link.sequence import PARKED, Sequence
-from gateway.link.transport import Transport, frames_of
-from gateway.link.wire import MakeWire, WorkerGone, ZmqWire
-from gateway.link.worker_connection import Connection, Report, Runner, SendFailed, SequenceProgressed
+from gateway.link.sequence import PARKED, LinkEvents, Sequence
+from gateway.link.transport import (
+    Connection,
+    MakeWire,
+    Report,
+    Runner,
+    SendFailed,
+    SequenceProgressed,
+    Transport,
+    WorkerGone,
+    ZmqWire,
+    frames_of,
+)
 from protocol.codec import MalformedFrame, Unsendable, decode_up
 from protocol.failures import Code, Failure
 from protocol.from_worker import (
@@ -39,6 +50,60 @@ from protocol.from_worker import (
 from protocol.to_worker import Abort, Detokenize, Down, Drain, Explain, Generate, Ping, Shutdown, Tokenize
 
 log = logging.getLogger(__name__)
+
+CallResult = asyncio.Future[Tokenized | Explained]
+
+
+class CallRefused(Exception):
+    """Raised when a worker rejected a call, or was lost before it sent the result."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class PendingCalls:
+    """Futures of pending calls by request id, each with the epoch of the call's worker. The link owns them."""
+
+    def __init__(self) -> None:
+        self._pending: dict[int, tuple[int, CallResult]] = {}
+
+    @contextmanager
+    def open(self, epoch: int, rid: int) -> Generator[CallResult, None, None]:
+        """Yield the future for the result of a call. The future raises `CallRefused` if the call fails."""
+        result: CallResult = asyncio.get_running_loop().create_future()
+        self._pending[rid] = (epoch, result)
+        try:
+            yield result
+        finally:
+            del self._pending[rid]
+
+    def __contains__(self, rid: int) -> bool:
+        return rid in self._pending
+
+    def epoch_of(self, rid: int) -> int | None:
+        return self._pending[rid][0] if rid in self._pending else None
+
+    def has_any(self, epoch: int) -> bool:
+        """Whether the worker of `epoch` has a pending call."""
+        return any(own == epoch for own, _ in self._pending.values())
+
+    def resolve(self, message: Tokenized | Explained) -> None:
+        pending = self._pending.get(message.rid)
+        if pending is not None and not pending[1].done():
+            pending[1].set_result(message)
+
+    def reject(self, rid: int, failure: Failure) -> None:
+        pending = self._pending.get(rid)
+        if pending is not None and not pending[1].done():
+            pending[1].set_exception(CallRefused(failure))
+
+    def reject_all(self, epoch: int, failure: Failure) -> None:
+        """Reject all pending calls to a worker that is gone."""
+        for rid, (own, _) in self._pending.items():
+            if own == epoch:
+                self.reject(rid, failure)
+
 
 MALFORMED_LOG_INTERVAL_S: Final = 1.0
 # The higher bits of a rid are the gateway's boot number, by which rids of an earlier gateway are recognised.

@@ -1,14 +1,29 @@
-"""Record of a running or parked sequence: what its client has received, and what its next worker needs."""
+"""Record of a running or parked sequence: what its client has received, and what its next worker needs.
+
+Events that the link reports for metrics.
+"""
 
 from asyncio import TimerHandle
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from msgspec.structs import replace
 
 from gateway.link.collector import Collector
-from protocol.from_worker import PromptPart
+from protocol.from_worker import Pong, PromptPart, Step
 from protocol.to_worker import Generate
+
+
+class LinkEvents(Protocol):
+    """Receiver of the link's events. Called on the event loop, so methods must be cheap and never raise."""
+
+    def step(self, model: str, step: Step) -> None: ...
+    def pong(self, model: str, pong: Pong) -> None: ...
+    def stale_message(self) -> None: ...
+    def malformed_frame(self) -> None: ...
+    def sequences_resumed(self, model: str, sequences: int) -> None: ...
+    def request_quarantined(self, model: str) -> None: ...
+
 
 # Epoch of a sequence that has no worker. Workers have epochs from 1 upwards.
 PARKED: Final = 0

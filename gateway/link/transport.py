@@ -1,20 +1,188 @@
-"""Transport of the link: reads the workers' frames in batches and sends them messages."""
+"""Transport of the link: reads the workers' frames in batches and sends them messages.
+
+Sockets of the link: a ROUTER that sends to the workers, and a PULL that receives from them. A simulation replaces
+them.
+
+Connection of the link to one incarnation of a worker.
+"""
 
 import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
-from gateway.link.wire import MakeWire, WorkerGone
-from gateway.link.worker_connection import Connection
+import zmq
+
+from gateway.link.sequence import Sequence
 from protocol import sockets
 from protocol.codec import MAX_FRAME_BYTES, FrameTooLarge, encode
-from protocol.from_worker import Hello
+from protocol.failures import Failure
+from protocol.from_worker import AdaptersSet, Drained, Goodbye, Hello, Loading, Pong, Ready
+from protocol.stats import Stats
 from protocol.to_worker import Down, Generate, Shutdown
 
 log = logging.getLogger(__name__)
+
+# Frames above this size are sent without a copy.
+COPY_BYTES_MAX: Final = 256 * 1024
+
+
+class WorkerGone(Exception):
+    """Raised when a worker cannot be reached. Nothing was sent, so a retry is safe."""
+
+
+class Wire(Protocol):
+    """Frames to and from workers. Frames of one worker arrive in their order."""
+
+    @property
+    def is_open(self) -> bool: ...
+    def open(self) -> None:
+        """Begin to receive frames."""
+        ...
+
+    def close(self) -> None:
+        """Drop unsent frames, and receive none from now on."""
+        ...
+
+    def watch(self, read: Callable[[], None]) -> Callable[[], None]:
+        """Call `read` when frames arrive. It must then receive until no frame is left. Return a function that ends
+        this.
+        """
+        ...
+
+    def receive(self) -> bytes | None:
+        """Return a frame that has already arrived, or None."""
+        ...
+
+    def send(self, identity: bytes, frame: bytes) -> None:
+        """Send a frame at once. Raises `WorkerGone` if the worker is not connected."""
+        ...
+
+    def drop_greetings(self) -> None:
+        """Discard frames on the ROUTER. Each worker sends one there to make its identity routable."""
+        ...
+
+
+MakeWire = Callable[[str, str], Wire]
+
+
+class ZmqWire:
+    """Owner of the gateway's two ZeroMQ sockets, on one event loop."""
+
+    def __init__(self, down: str, up: str) -> None:
+        self._down, self._up = down, up
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._router: zmq.Socket[bytes] | None = None
+        self._pull: zmq.Socket[bytes] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._router is not None
+
+    def open(self) -> None:
+        """Bind both sockets. The run directory's lock must be held: stale socket files are replaced."""
+        self._context = zmq.Context()
+        self._router = sockets.bind_router(self._context, self._down)
+        self._pull = sockets.bind_pull(self._context, self._up)
+
+    def close(self) -> None:
+        for socket in (self._router, self._pull):
+            if socket is not None:
+                socket.close(0)
+        if self._context is not None:
+            self._context.term()
+        self._context = self._router = self._pull = None
+
+    def watch(self, read: Callable[[], None]) -> Callable[[], None]:
+        assert self._pull is not None, "open() comes first"
+        loop = asyncio.get_running_loop()
+        descriptor = self._pull.fileno()
+        loop.add_reader(descriptor, read)
+
+        def unwatch() -> None:
+            loop.remove_reader(descriptor)
+
+        return unwatch
+
+    def receive(self) -> bytes | None:
+        return None if self._pull is None else sockets.receive_now(self._pull)
+
+    def send(self, identity: bytes, frame: bytes) -> None:
+        if self._router is None:
+            raise WorkerGone("the link is closed")
+        try:
+            self._router.send_multipart((identity, frame), zmq.NOBLOCK, copy=len(frame) < COPY_BYTES_MAX)
+        except zmq.ZMQError as error:
+            raise WorkerGone(f"{identity.decode()}: {error}") from error
+
+    def drop_greetings(self) -> None:
+        if self._router is not None:
+            while sockets.receive_now(self._router) is not None:
+                pass
+
+
+@dataclass(frozen=True, slots=True)
+class SendFailed:
+    """Report: a request could not be sent to the worker of this epoch, because the worker is gone or its
+    queue is full.
+    """
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceProgressed:
+    """Report: a watched sequence of this epoch has its first token or has ended."""
+
+    epoch: int
+
+
+# Messages that a worker sends about itself, and what the link observes about the worker.
+Report = Hello | Loading | Ready | Pong | Drained | Goodbye | AdaptersSet | SendFailed | SequenceProgressed
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """State of one attached epoch. It can still be read after the epoch is detached. Only the link writes it.
+
+    `post` puts a report into the supervisor's queue, and `park` receives each sequence that the worker has lost.
+    Neither calls the link.
+    """
+
+    name: str
+    epoch: int
+    post: Callable[[Report], None]
+    park: Callable[[Sequence], None]
+    stats: Stats | None = None
+    # True once a request could not be sent. No more requests are then submitted to this epoch.
+    is_unreachable: bool = False
+    # True once the worker was sent a Drain with a deadline, or a Shutdown. Sequences that it ends afterwards are not
+    # resumed.
+    is_ending: bool = False
+    # Rids of aborted sequences whose end the worker has not confirmed. A number that keeps growing means that the
+    # worker is stuck.
+    unacked_aborts: set[int] = field(default_factory=set[int])
+
+
+class Runner(Protocol):
+    """Destination of requests: a worker."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def is_ready(self) -> bool:
+        """Whether the runner takes new requests."""
+        ...
+
+    def refusal(self, request: Generate) -> Failure | None:
+        """Return the reason to refuse a request, or None."""
+        ...
+
 
 # Number of deltas after which other tasks of the event loop get a turn.
 BATCH_DELTAS: Final = 128

@@ -1,10 +1,16 @@
-"""Turns media references into bytes with a digest. The bytes are decoded, fetched or read, within configured limits."""
+"""Turns media references into bytes with a digest. The bytes are decoded, fetched or read, within configured limits.
+
+Counter of the media bytes of all requests. Bytes count from when they are read until their request ends.
+
+Media that the request itself contains, as base64 or data URIs. Large ones are decoded in a thread.
+"""
 
 import asyncio
+import binascii
 import hashlib
 import os
 import stat
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -16,13 +22,155 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from gateway.config.settings import MediaConfig
-from gateway.errors import BadRequest
-from gateway.media.base64_data import decode, invalid, too_large
+from gateway.errors import BadRequest, Unavailable
 from gateway.media.host_names import HostNames
-from gateway.media.in_flight_bytes import MediaLease
-from gateway.media.reference import DATA, STORED, FetchFailed, Reference, TooManyBytes
+from gateway.media.reference import DATA, IMAGE, STORED, FetchFailed, Reference, TooManyBytes
 from gateway.telemetry.metrics import MediaNumbers
+from protocol.codec import MAX_FRAME_BYTES
 from protocol.prompts import ChatPrompt, Media
+
+IN_FLIGHT_BYTES_MAX: Final = 512 * 1024 * 1024
+RETRY_AFTER_S: Final = 2.0
+
+
+def share_bytes(limit_bytes: int, has_others: bool) -> int:
+    """Return the limit for one key. If there are other keys, it is half of the bytes, but at least as many as one
+    request may send.
+    """
+    return max(limit_bytes // 2, min(limit_bytes, MAX_FRAME_BYTES)) if has_others else limit_bytes
+
+
+class InFlightBytes:
+    """Counter of bytes with a limit for all keys together and one for each key. Used on the event loop only."""
+
+    def __init__(self, has_others: Callable[[], bool] = bool, limit_bytes: int = IN_FLIGHT_BYTES_MAX) -> None:
+        """`limit_bytes` is for all owners together; `has_others` returns whether there are several owners."""
+        self.limit_bytes = limit_bytes
+        self._has_others = has_others
+        self._held: Counter[str] = Counter()
+        self.numbers = MediaNumbers()
+
+    def lease(self) -> "MediaLease":
+        return MediaLease(self)
+
+    def take(self, owner: str, size_bytes: int) -> None:
+        """Count more bytes of an owner. Raises `Unavailable` if a limit would be exceeded."""
+        limit = self.limit_bytes
+        if self.numbers.used_bytes + size_bytes > limit:
+            self._refuse("The media of the requests that run fill the memory set aside for them. Try again later.")
+        if self._held[owner] + size_bytes > share_bytes(limit, self._has_others()):
+            self._refuse("The media of this key's requests fill its share of the memory for media. Try again later.")
+        self.numbers.used_bytes += size_bytes
+        self._held[owner] += size_bytes
+
+    def give_back(self, owner: str, size_bytes: int) -> None:
+        self.numbers.used_bytes -= size_bytes
+        self._held[owner] -= size_bytes
+        if not self._held[owner]:
+            del self._held[owner]
+
+    def _refuse(self, message: str) -> None:
+        self.numbers.refused += 1
+        raise Unavailable(message, RETRY_AFTER_S, "media_memory_full")
+
+
+class MediaLease:
+    """Counts the media bytes of one request. The request's record owns the lease and closes it when the request has
+    ended.
+    """
+
+    __slots__ = ("_counted", "owner", "size_bytes")
+
+    def __init__(self, counted: InFlightBytes) -> None:
+        self._counted = counted
+        # Key to whose share the bytes count. It is set before the first byte.
+        self.owner = ""
+        self.size_bytes = 0
+
+    def grow(self, more_bytes: int) -> None:
+        """Count more bytes. Raises `Unavailable`."""
+        self._counted.take(self.owner, more_bytes)
+        self.size_bytes += more_bytes
+
+    def close(self) -> None:
+        self._counted.give_back(self.owner, self.size_bytes)
+        self.size_bytes = 0
+
+
+# vLLM's prefix for a video as a list of JPEG files, separated by commas, which needs no video decoder.
+FRAMES: Final = "data:video/jpeg;base64,"
+FRAMES_MAX: Final = 2048
+_SPACE: Final = str.maketrans("", "", " \t\r\n")
+_URL_SAFE: Final = str.maketrans("-_", "+/")
+_SHOWN_MAX: Final = 40
+
+
+def invalid(reference: Media, reason: str) -> BadRequest:
+    """Return the error for an invalid image, video, audio clip or document."""
+    return BadRequest(f"'{reference.param}': {reason}.", reference.param, f"invalid_{reference.kind}")
+
+
+def too_large(reference: Reference, limit_bytes: int) -> BadRequest:
+    """Return the error for an image, video, audio clip or document that is too large."""
+    code = "image_too_large" if reference.kind == IMAGE else f"invalid_{reference.kind}"
+    return BadRequest(f"'{reference.param}' is larger than {limit_bytes} bytes.", reference.param, code)
+
+
+def decode(reference: Reference, limit_bytes: int) -> tuple[bytes, int]:
+    """Return the bytes of a medium, and the number of frames if the bytes are a list of video frames, else 0.
+
+    Raises `BadRequest`.
+    """
+    if reference.encoded:
+        return _bytes(reference, reference.encoded, limit_bytes), 0
+    if reference.url[: len(FRAMES)].lower() == FRAMES and reference.kind == "video":
+        return _frames(reference, limit_bytes)
+    head, comma, encoded = reference.url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise invalid(reference, f"a data URI must be base64, not {head[:_SHOWN_MAX]!r}")
+    return _bytes(reference, encoded, limit_bytes), 0
+
+
+def _frames(reference: Reference, limit_bytes: int) -> tuple[bytes, int]:
+    frames = reference.url[len(FRAMES) :].split(",", FRAMES_MAX)
+    if len(frames) > FRAMES_MAX:
+        raise invalid(reference, f"at most {FRAMES_MAX} frames are taken")
+    parts: list[bytes] = []
+    size = 0
+    for frame in frames:
+        data = _bytes(reference, frame, limit_bytes)
+        parts += (len(data).to_bytes(4, "big"), data)
+        size += 4 + len(data)
+        if size > limit_bytes:
+            raise too_large(reference, limit_bytes)
+    return b"".join(parts), len(frames)
+
+
+def _bytes(reference: Reference, encoded: str, limit_bytes: int) -> bytes:
+    if len(encoded) // 4 * 3 > limit_bytes + 4:
+        raise too_large(reference, limit_bytes)
+    try:
+        data = _strict(encoded)
+    except ValueError:
+        raise invalid(reference, "it is not valid base64") from None
+    if not data:
+        raise invalid(reference, "it is empty")
+    if len(data) > limit_bytes:
+        raise too_large(reference, limit_bytes)
+    return data
+
+
+def _strict(encoded: str) -> bytes:
+    """Decode base64. Encoders differ, so line ends, missing padding and the URL-safe alphabet are accepted.
+
+    Raises `ValueError`.
+    """
+    try:
+        return binascii.a2b_base64(encoded, strict_mode=True)
+    except binascii.Error:
+        text = encoded.translate(_SPACE).translate(_URL_SAFE).rstrip("=")
+        return binascii.a2b_base64(text + "=" * (-len(text) % 4), strict_mode=True)
+
 
 # Maximum concurrent fetches of one request.
 FETCHES_MAX: Final = 4

@@ -4,7 +4,7 @@ import logging
 from typing import Final
 
 from gateway.access.caller import NOBODY
-from gateway.access.unauthenticated import LogSample
+from gateway.access.rate_limit import LogSample
 from gateway.request.record import RequestRecord
 
 log = logging.getLogger(__name__)

@@ -15,15 +15,14 @@ from gateway.api.decisions.typesafe import typesafe_body, typesafe_status
 from gateway.api.ollama.response import ollama_body
 from gateway.config.address import UNIX
 from gateway.errors import ApiError, InternalError, UpgradeRequired, error_headers, openai_body
+from gateway.http.bodies import CLIENT_CLOSED, ResponseSender, send_body
 from gateway.http.capture import Recorder
 from gateway.http.direct_write import writer_of
-from gateway.http.exchange import CLIENT_CLOSED, ResponseSender, send_body
 from gateway.middleware import access_log
-from gateway.middleware.paths import dialect_of, is_of_api, is_websocket_handshake, versioned
-from gateway.request.record import ClientLeft, Dialect, RequestRecord
-from gateway.request.trace_context import read_context
+from gateway.middleware.auth import dialect_of, is_of_api, is_websocket_handshake, versioned
+from gateway.request.record import ClientLeft, Dialect, RequestRecord, read_context
 from gateway.services import Services
-from gateway.telemetry.gen_ai import operation_of
+from gateway.telemetry.metrics import operation_of
 
 log = logging.getLogger(__name__)
 

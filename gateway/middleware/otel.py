@@ -28,9 +28,8 @@ from opentelemetry.trace import (
 from opentelemetry.util.types import AttributeValue
 
 import protocol
-from gateway.request.record import RequestRecord
-from gateway.request.trace_context import TraceContext
-from gateway.telemetry.gen_ai import PROVIDER, operation_of
+from gateway.request.record import RequestRecord, TraceContext
+from gateway.telemetry.metrics import PROVIDER, operation_of
 
 log = logging.getLogger(__name__)
 

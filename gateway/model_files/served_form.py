@@ -1,5 +1,7 @@
 """Form of a served model: a digest of everything that its answers depend on. Hosts with equal forms give
 equal answers.
+
+Stamp of a model's folder, which changes when one of its files is added, removed or written.
 """
 
 from collections.abc import Iterable
@@ -7,10 +9,30 @@ from pathlib import Path
 from typing import Final
 
 import protocol
-from gateway.model_files.folder_stamp import Stamp, folder_stamp
 from gateway.model_files.metadata import Unreadable, find
 from protocol.chat_templates import ADDITIONAL_TEMPLATES
 from protocol.model_digest import PROCESSOR_FILES, TOKENIZER_FILES, digest, files_digest, weights_digest
+
+# Name, size and modification time of each file of the folder and its subfolders. The target of a link counts; a link
+# without a target does not.
+Stamp = tuple[tuple[str, int, int], ...]
+
+
+def folder_stamp(folder: Path) -> Stamp:
+    """Return the stamp of a folder. Raises `OSError`."""
+    parts = (folder, *(part for part in folder.iterdir() if part.is_dir() and not part.name.startswith(".")))
+    files = sorted(file for part in parts for file in part.iterdir() if not file.name.startswith("."))
+    stats = [(str(file.relative_to(folder)), file.stat()) for file in files if file.is_file()]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+def model_stamp(path: str) -> Stamp:
+    """Return the stamp of a model's folder; empty if the model is not on this machine. Blocks while reading folders."""
+    try:
+        return folder_stamp(find(path))
+    except (Unreadable, OSError):
+        return ()
+
 
 _TEMPLATES: Final = ("chat_template.jinja", "chat_template.json")
 

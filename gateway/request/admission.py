@@ -1,15 +1,25 @@
-"""Admission to a model's queue: at most `max_running + max_waiting` concurrent sequences, within each key's share."""
+"""Admission to a model's queue: at most `max_running + max_waiting` concurrent sequences, within each key's share.
 
+Gate for requests of batches: whether they may start now, so that they take nothing from other requests.
+
+Load (utilization) of a model. Routers use it to choose a daemon. It is computed on demand.
+"""
+
+import asyncio
 import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest, Overloaded, Unavailable
+from gateway.request.in_flight import Requests
+from gateway.telemetry.metrics import Metrics
+from gateway.workers.pool import Pool
+from gateway.workers.power import is_on_battery, run_tool
 
 RETRY_AFTER_MIN_S: Final = 1.0
 RETRY_AFTER_MAX_S: Final = 60.0
@@ -166,3 +176,87 @@ class Admission:
 
 def _part(bound: int, share: int) -> int:
     return max(1, bound * share // 100)
+
+
+POLL_S: Final = 0.25
+POWER_INTERVAL_S: Final = 30.0
+# A model that finds no room is looked at again after this time, because the look reads its files.
+ROOM_INTERVAL_S: Final = 5.0
+
+
+class BatchGate:
+    """Decides on the event loop. A worker that has other requests preempts those of batches by itself."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        pool: Pool,
+        on_battery: Callable[[], bool] = lambda: is_on_battery(run_tool),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_battery` is called in a thread."""
+        self._admission = admission
+        self._pool = pool
+        self._on_battery = on_battery
+        self._clock = clock
+        self._read_at = float("-inf")
+        self._is_on_battery = False
+        # Times until which models that found no room are not asked for again.
+        self._full_until: dict[str, float] = {}
+
+    async def is_open(self) -> bool:
+        """Whether no other request runs or waits, no model waits for memory, and the machine has mains power."""
+        now = self._clock()
+        if now - self._read_at >= POWER_INTERVAL_S:
+            self._read_at = now
+            self._is_on_battery = await asyncio.to_thread(self._on_battery)
+        admission = self._admission
+        return admission.is_idle and not (admission.takes_none or self._is_on_battery or self._pool.memory().waiting)
+
+    async def admits(self, model: str) -> bool:
+        """Whether a request of a batch may start on this model: no other model may be unloaded for it."""
+        if not await self.is_open() or self._clock() < self._full_until.get(model, 0.0):
+            return False
+        fits = await self._pool.fits(model)
+        if not fits:
+            self._full_until[model] = self._clock() + ROOM_INTERVAL_S
+        return fits
+
+
+class ModelLoad(NamedTuple):
+    """Utilization of one model: the prompts of its requests have `backlog_tokens` to process, and `wait_s` is the
+    approximate time until a new request's prompt is processed, without a load.
+    """
+
+    backlog_tokens: int
+    wait_s: float
+
+
+class LoadMeter:
+    """Computes the utilization of models from requests, admission and metrics."""
+
+    def __init__(self, pool: Pool, requests: Requests, admission: Admission, metrics: Metrics) -> None:
+        self._pool = pool
+        self._requests = requests
+        self._admission = admission
+        self._metrics = metrics
+
+    def read(self, model: ModelConfig) -> ModelLoad:
+        """Compute the utilization of a configured model."""
+        inside = backlog = 0
+        for served in self._requests.of(model.name):
+            if served.record.served_by or served.record.is_of_batch_class:
+                continue
+            inside += served.sequences
+            if served.record.first_token_s is None:
+                backlog += max(0, served.prompt_tokens - served.prefilled_tokens)
+        numbers = self._metrics.model(model.name)
+        rate = numbers.prefill_rate
+        worker = self._pool.worker(model.name)
+        slots = worker.ready.max_running if worker.ready is not None else model.slots
+        # If all slots are taken, the next request waits for one.
+        beyond = max(0, inside + 1 - slots)
+        wait_s = beyond * self._admission.mean_s(model.name) / slots
+        if rate > 0:
+            wait_s += backlog / rate
+        return ModelLoad(backlog, wait_s)

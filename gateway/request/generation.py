@@ -1,26 +1,278 @@
-"""One request from admission to its last event: its output, its abort, and its state as operators see it."""
+"""One request from admission to its last event: its output, its abort, and its state as operators see it.
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+Accounting of a request's tokens and times, in its record, its model's metrics, the ledger and its key's charge.
+
+Leases of a request while it is served: admission, its key's rate limit, its model, and its place in the registry.
+
+Memory for the log-probabilities of a request's prompts. They may be a thousand times as large as the prompts.
+"""
+
+import asyncio
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import msgspec
 
-from gateway.access.rate_limit import UsageCharge
+from gateway.access.caller import is_of_batch_class
+from gateway.access.rate_limit import Meter, UsageCharge
 from gateway.config.settings import ModelConfig
-from gateway.errors import ApiError, Cancelled
+from gateway.errors import ApiError, BadRequest, Cancelled, Unavailable, from_failure
 from gateway.link.collector import Collector, Relay
-from gateway.request.accounting import TokenAccounting
-from gateway.request.headers import relaxed_header, truncated_header
-from gateway.request.leases import leases
-from gateway.request.opener import Opener
-from gateway.request.record import Header, RequestRecord
-from gateway.request.runtime import Runtime
-from gateway.request.score_room import ScoreRoom
-from protocol.from_worker import Delta, Progress
+from gateway.media.modalities import likely_tokens
+from gateway.request.body_memory import RETRY_AFTER_S, BodyLease
+from gateway.request.in_flight import InFlightRequest
+from gateway.request.opener import LOST, Opener, Runtime
+from gateway.request.record import Header, RequestRecord, relaxed_header, truncated_header
+from protocol.codec import BYTES_PER_TOKEN, prompt_bytes
+from protocol.failures import Code, Failure
+from protocol.from_worker import Delta, Finish, Progress
 from protocol.kinds import TEXT
 from protocol.to_worker import Generate
+
+_STOPPED: Final = Failure(Code.ABORTED, "The server stopped this generation.")
+_FINISHES: Final = {
+    Finish.STOP: "stop",
+    Finish.LENGTH: "length",
+    Finish.TOOL_CALLS: "tool_calls",
+    Finish.ABORT: "abort",
+    Finish.ERROR: "error",
+}
+# Finish reasons of an answer that its model ended.
+_COMPLETE: Final = frozenset({"stop", "tool_calls"})
+
+
+class TokenAccounting:
+    """Counts the output of one request's sequences. The request's generation passes every delta through it."""
+
+    def __init__(
+        self, runtime: Runtime, model: ModelConfig, generates: Sequence[Generate], record: RequestRecord
+    ) -> None:
+        self._record = record
+        self._ledger = runtime.ledger
+        self._model = model
+        self._sequences = len(generates)
+        self._numbers = runtime.metrics.model(model.name)
+        if model.adapter:
+            self._numbers.adapters[model.adapter] += len(generates)
+        self._observe_gap = self._numbers.itl.observe
+        # Number of tokens of a resumed request that an earlier daemon generated and has not charged.
+        self._resumed_tokens = sum(len(generate.resume) for generate in generates)
+        self._newest_token: dict[int, float] = {}
+        # Number of sequences whose usage the worker has reported.
+        self._reported = 0
+        self.tokens = 0
+        self.ended: set[int] = set()
+        # Error for the client if the request was cancelled or there was no memory for its scores. It replaces the
+        # worker's failure.
+        self.cancelled: ApiError | None = None
+        # Error of a failed request. It is set once all output before the failure has been returned.
+        self.failure: ApiError | None = None
+
+    def book(self, deltas: list[Delta]) -> list[Delta]:
+        """Count new deltas and return those that the client gets.
+
+        A delta that ends in ERROR or ABORT becomes `failure` instead.
+        """
+        now = self._record.clock()
+        newest, has_end = self._newest_token, False
+        for delta in deltas:
+            rid = delta.rid
+            if count := len(delta.token_ids):
+                self.tokens += count
+                if rid in newest:
+                    if not self._record.is_of_batch_class:
+                        self._observe_gap((now - newest[rid]) / count, count)
+                else:
+                    self._on_first_token(now)
+                newest[rid] = now
+            has_end = has_end or delta.finish is not None
+        return self._book_ends(deltas) if has_end else deltas
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all sequences have ended by themselves, with an answer or with tool calls."""
+        ends = self._record.finishes
+        return self.failure is None and len(ends) == self._sequences and {*ends} <= _COMPLETE
+
+    def close(self, collector: Collector, unfinished: Sequence[int]) -> None:
+        """Count the sequences whose usage the worker did not report. `unfinished` of them were aborted."""
+        record = self._record
+        for _ in unfinished:
+            self._numbers.sequence_ended("abort", None)
+            record.finishes.append("abort")
+        if self._reported < self._sequences:
+            prompt, cached, completion = self._known(collector)
+            record.prompt_tokens, record.cached_tokens, record.completion_tokens = prompt, cached, completion
+            self._cut_phases(collector)
+
+    def charge(self, collector: Collector, usage: UsageCharge | None) -> None:
+        """Charge the reported usage. For sequences that did not end, charge the tokens that are known."""
+        record = self._record
+        prompt, cached, completion = self._known(collector)
+        self._ledger.book(record.caller.key or "", self._model.name, self._sequences, prompt, cached, completion)
+        record.is_booked = True
+        if usage is not None:
+            usage.prompt, usage.completion = prompt, completion
+
+    def _known(self, collector: Collector) -> tuple[int, int, int]:
+        """Return the numbers of prompt, cached and completion tokens, as reported at the end or as seen so far."""
+        record = self._record
+        return (
+            max(record.prompt_tokens, sum(collector.accepted.values())),
+            max(record.cached_tokens, sum(collector.cached.values())),
+            max(record.completion_tokens, self._resumed_tokens + self.tokens),
+        )
+
+    def _on_first_token(self, now: float) -> None:
+        if self._record.first_token_s is None:
+            self._record.first_token_s = now - self._record.started
+            if not self._record.is_of_batch_class:
+                self._numbers.ttft.observe(self._record.first_token_s)
+
+    def _book_ends(self, deltas: list[Delta]) -> list[Delta]:
+        """Count the terminal deltas among `deltas`, and return the deltas without a failure."""
+        good: list[Delta] = []
+        for delta in deltas:
+            if delta.finish is None:
+                good.append(delta)
+                continue
+            if delta.finish is Finish.ERROR or delta.finish is Finish.ABORT:
+                self._note_failure(delta.failure or (_STOPPED if delta.finish is Finish.ABORT else LOST))
+                if delta.text:
+                    good.append(msgspec.structs.replace(delta, finish=None, usage=None, failure=None))
+            else:
+                good.append(delta)
+            self._book_end(delta, _FINISHES[delta.finish])
+        return good
+
+    def _note_failure(self, failure: Failure) -> None:
+        if self.failure is None:
+            self.failure = self.cancelled or from_failure(failure, is_operator=self._record.caller.is_admin)
+            self._record.detail = failure.detail
+
+    def _book_end(self, delta: Delta, finish: str) -> None:
+        self.ended.add(delta.rid)
+        self._numbers.sequence_ended(finish, delta.usage)
+        record = self._record
+        record.finishes.append(finish)
+        if delta.usage is not None:
+            if not record.served_by:
+                self._numbers.note_prefill(delta.usage)
+            self._reported += 1
+            record.prompt_tokens += delta.usage.prompt
+            record.cached_tokens += delta.usage.cached
+            record.completion_tokens += delta.usage.completion
+            record.phases.add(delta.usage)
+
+    def _cut_phases(self, collector: Collector) -> None:
+        """Estimate the phases of a request that ended before its worker reported them."""
+        record = self._record
+        began = collector.prefill_began_at
+        # The collector's times are on the event loop's clock.
+        ago = 0.0 if began is None else asyncio.get_running_loop().time() - began
+        now = record.clock() - record.started
+        record.phases.cut(now, None if began is None else now - ago, record.first_token_s)
+
+
+@contextmanager
+def leases(
+    runtime: Runtime, model: ModelConfig, generates: Sequence[Generate], served: InFlightRequest
+) -> Generator[UsageCharge | None, None, None]:
+    """Take all leases for the duration of the block. Yields the charge of the caller's key, to which the usage is added
+    at the end.
+
+    If this raises `Overloaded`, `RateLimited` or `Unavailable`, no lease is taken.
+    """
+    record, count = served.record, len(generates)
+    caller = record.caller
+    record.is_of_batch_class = is_of_batch_class(generates[0])
+    with ExitStack() as held:
+        share = caller.queue_share
+        if record.is_of_batch_class:
+            # Such a request takes no place in a queue from others, and no part of its key's rates.
+            runtime.admission.check_open(model.name)
+        else:
+            held.enter_context(runtime.admission.lease(model, count, caller.key, share))
+        charge = None
+        if caller.meter is not None:
+            estimate = _estimate(caller.meter, generates, record)
+            hold = caller.meter.hold_budget if record.is_of_batch_class else caller.meter.hold
+            charge = held.enter_context(hold(estimate, count))
+        held.enter_context(runtime.pool.lease(model.name))
+        held.enter_context(runtime.requests.hold(served))
+        if model.adapter:
+            running = runtime.metrics.model(model.name).adapters_running
+            running[model.adapter] += count
+            held.callback(running.subtract, {model.adapter: count})
+        yield charge
+
+
+def _estimate(meter: Meter, generates: Sequence[Generate], record: RequestRecord) -> float:
+    """Estimate the tokens that will be charged. A prompt's tokens are estimated by its size, because it is not
+    tokenized here.
+    """
+    if not meter.is_limited:
+        return 0.0
+    # Each sequence is charged for its prompt, including a stored conversation that it continues. Media are estimated
+    # separately, because they have far more bytes than tokens.
+    media_tokens = likely_tokens(record.media)
+    return sum(
+        (prompt_bytes(each) - record.media_bytes) / BYTES_PER_TOKEN + media_tokens + meter.expected(each.max_tokens)
+        for each in generates
+    )
+
+
+# Maximum size of the log-probabilities in one answer. Repeated ones count each time.
+SCORES_BYTES_MAX: Final = 256 << 20
+# Approximate size of one token with its text as JSON. The objects that wait for a slow reader take twice as much.
+TOKEN_JSON_BYTES: Final = 80
+
+
+class ScoreRoom:
+    """Memory for the prompt scores of one request until its end. It is a part of the memory for request bodies.
+
+    Scores count twice, as objects and in the answer. All are reserved before the first is computed, so that some of
+    several concurrent requests finish; if memory was reserved bit by bit, all could fail.
+    """
+
+    def __init__(self, lease: BodyLease | None, repeats: int) -> None:
+        """The answer contains the `prompt_logprobs` of each prompt `repeats` times."""
+        self._lease = lease
+        self._repeats = repeats
+        self._answer_bytes = 0
+        # Sequences that have a reservation. When another worker takes over a request, it accepts the sequences again.
+        self._held: set[int] = set()
+
+    def hold(self, generate: Generate, tokens: int) -> None:
+        """Reserve memory for the requested scores of a prompt of `tokens` tokens.
+
+        Raises `BadRequest` if the limits never allow so much, and `Unavailable` if there is not enough memory now.
+        """
+        if generate.rid in self._held:
+            return
+        self._held.add(generate.rid)
+        echo = scores_bytes(tokens, generate.top_logprobs if generate.echo else None)
+        entries = scores_bytes(tokens, generate.prompt_logprobs)
+        answer_bytes = echo + entries * self._repeats
+        self._answer_bytes += answer_bytes
+        more, lease = echo + entries + answer_bytes, self._lease
+        if self._answer_bytes > SCORES_BYTES_MAX or (lease is not None and not lease.may_ever_hold(more)):
+            param = "prompt_logprobs" if entries else "logprobs"
+            raise BadRequest(
+                f"The log-probabilities of the prompts take {self._answer_bytes / (1 << 20):.1f} MiB, more than there "
+                f"is room for: ask for smaller '{param}', fewer choices or fewer tokens.",
+                param,
+            )
+        if lease is not None and not lease.hold(more):
+            message = "The log-probabilities of the prompts find no room in the memory set aside for requests."
+            raise Unavailable(f"{message} Try again later.", RETRY_AFTER_S, "body_memory_full")
+
+
+def scores_bytes(tokens: int, top: int | None) -> int:
+    """Estimate the size as JSON of the log-probabilities of `tokens` tokens, each with `top` alternatives."""
+    return 0 if top is None else tokens * (1 + top) * TOKEN_JSON_BYTES
 
 
 class Generation:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from gateway.link.link import WorkerLink
-from gateway.link.wire import WorkerGone
+from gateway.link.transport import WorkerGone
 from gateway.request.routing import LiveConfig
 from gateway.telemetry.metrics import Metrics
-from gateway.workers.pool.pool import Pool
+from gateway.workers.pool import Pool
 from gateway.workers.supervisor.state import State
 from protocol.codec import Unsendable
 from protocol.prompts import ChatPrompt, NextTurnPrompt

@@ -1,27 +1,95 @@
-"""Start of a request's sequences: on a worker that is ready, or on a worker once it has loaded the model."""
+"""Start of a request's sequences: on a worker that is ready, or on a worker once it has loaded the model.
+
+Kind of a model, found in its worker, settings or files. Requests that need another kind are refused.
+
+Parts of a running gateway that a generation uses.
+"""
 
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
-from gateway.config.settings import ModelConfig
-from gateway.errors import Cancelled, Unavailable, from_failure, from_unsendable
+from gateway.access.ledger import Ledger
+from gateway.config.settings import Config, ModelConfig
+from gateway.errors import BadRequest, Cancelled, Unavailable, from_failure, from_unsendable
 from gateway.link.collector import Collector
-from gateway.link.link import LATE
-from gateway.link.wire import WorkerGone
+from gateway.link.link import LATE, WorkerLink
+from gateway.link.transport import WorkerGone
 from gateway.media.modalities import check
-from gateway.request.model_kind import check_kind
+from gateway.model_files.metadata import kind_of_files
+from gateway.request.admission import Admission
+from gateway.request.in_flight import RecentRequests, Requests
+from gateway.request.next_turns import NextTurns
 from gateway.request.record import RequestRecord
-from gateway.request.runtime import Runtime
-from gateway.workers.pool.pool import Pool
-from gateway.workers.supervisor.handle import WorkerHandle
-from gateway.workers.supervisor.state import ModelUnavailable, State
+from gateway.request.routing import LiveConfig, Router
+from gateway.telemetry.metrics import Metrics
+from gateway.workers.pool import Pool
+from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerView
+from gateway.workers.supervisor.worker import WorkerHandle
 from protocol.codec import Unsendable
 from protocol.failures import Code, Failure
+from protocol.from_worker import Ready
+from protocol.kinds import AUDIO, EMBED, RERANK, TEXT
 from protocol.to_worker import Generate
+
+_ABILITIES: Final = {
+    TEXT: "generates text: use POST /v1/chat/completions",
+    EMBED: "makes embeddings: use POST /v1/embeddings",
+    AUDIO: "hears or speaks: use POST /v1/audio/transcriptions, /v1/audio/translations or /v1/audio/speech",
+    RERANK: "scores pairs of texts: use POST /v1/rerank or POST /v1/score",
+}
+
+
+def kind_of_model(model: ModelConfig, ready: Ready | None) -> str:
+    """Return the kind of a model as its worker reports it or, before it is loaded, as its settings or files show it.
+    Empty if the files cannot be read.
+    """
+    if ready is not None:
+        return ready.kind or TEXT
+    return kind_of_files(model.path) if model.kind == "auto" else model.kind
+
+
+def check_kind(model: ModelConfig, ready: Ready | None, needed: str) -> None:
+    """Raises `BadRequest` if the request needs another kind of model."""
+    kind = kind_of_model(model, ready)
+    if kind and kind != needed:
+        message = f"The model '{model.name}' {_ABILITIES[kind]}."
+        raise BadRequest(message, "model", "unsupported_model_kind")
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """Parts of the gateway that a generation uses. They are made once per app, as the first part of its `Services`."""
+
+    live: LiveConfig
+    pool: Pool
+    link: WorkerLink
+    metrics: Metrics
+    admission: Admission
+    requests: Requests
+    recent: RecentRequests
+    ledger: Ledger
+    next_turns: NextTurns
+
+    @property
+    def config(self) -> Config:
+        """The current configuration."""
+        return self.live.config
+
+    def view(self, model: ModelConfig) -> WorkerView:
+        """Return the state of a resolved model."""
+        worker = self.pool.find(model.name)
+        return WorkerView(name=model.name, path=model.path, state=State.STOPPED) if worker is None else worker.view()
+
+    @property
+    def router(self) -> Router:
+        """Router of the current configuration."""
+        return self.live.router
+
 
 QUEUE_RETRY_AFTER_S: Final = 5.0
 QUEUE_RETRY_AFTER_MAX_S: Final = 300.0

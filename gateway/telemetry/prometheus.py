@@ -1,5 +1,12 @@
-"""Prometheus exposition of `Metrics`: names, help and labels, with vLLM's suffixes and units."""
+"""Prometheus exposition of `Metrics`: names, help and labels, with vLLM's suffixes and units.
 
+Series under vLLM's names, for dashboards and scrapers made for vLLM.
+
+Text of `/metrics`. It is rendered in steps, between which the event loop runs, and with a rate limit.
+"""
+
+import asyncio
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Final, TypeVar
@@ -8,14 +15,77 @@ from msgspec import Struct
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 import protocol
-from gateway.telemetry.histogram import Histogram
+from gateway.errors import SERVER, ApiError
 from gateway.telemetry.logs import dropped_records
-from gateway.telemetry.metrics import MODEL_SERIES, KeyMetrics, Metrics, ModelMetrics, ModelSeries
-from gateway.telemetry.vllm_names import cache_config, lora_requests, with_vllm_names
+from gateway.telemetry.metrics import MODEL_SERIES, Histogram, KeyMetrics, Metrics, ModelMetrics, ModelSeries
 from gateway.workers.supervisor.state import MemoryView
-from protocol.stats import DraftStats, Exported, Stats, series
+from protocol.spec import ADAPTERS_MAX
+from protocol.stats import BLOCK, DraftStats, Exported, Stats, series
+
+OURS: Final = "mlxd_"
+# Maps our series to vLLM's names for series with the same meaning and unit.
+NAMES: Final = {
+    name: name
+    for name in (
+        "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
+        "prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions",
+        "request_success", "time_to_first_token_seconds", "inter_token_latency_seconds",
+        "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+        "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
+        "request_generation_tokens", "spec_decode_num_drafts", "spec_decode_num_draft_tokens",
+        "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos",
+    )
+} | {"iteration_tokens": "iteration_tokens_total"}  # fmt: skip
+
+
+def with_vllm_names(families: Iterable[Metric]) -> Iterator[Metric]:
+    """Yield each family, and its copy under vLLM's name if there is one."""
+    for family in families:
+        yield family
+        theirs = NAMES.get(family.name.removeprefix(OURS))
+        if theirs is not None:
+            yield _renamed(family, f"vllm:{theirs}")
+
+
+def lora_requests(models: Mapping[str, ModelMetrics]) -> Metric:
+    """Return the adapters of running requests with the labels that routers for vLLM read. The value is the time."""
+    family = Metric("vllm:lora_requests_info", "Adapters of running requests.", "gauge")
+    for model, numbers in models.items():
+        if numbers.adapters:
+            running = ",".join(sorted(name for name, count in numbers.adapters_running.items() if count > 0))
+            labels = {"model_name": model, "engine": "0", "max_lora": str(ADAPTERS_MAX)}
+            labels |= {"running_lora_adapters": running, "waiting_lora_adapters": ""}
+            family.samples.append(Sample(family.name, labels, time.time()))
+    return family
+
+
+def cache_config(models: Mapping[str, ModelMetrics]) -> Metric:
+    """Return the KV capacity of loaded models in blocks, which are the unit of KV events. The value is 1.
+
+    A model whose KV does not grow with the context has no blocks and no sample.
+    """
+    family = Metric("vllm:cache_config_info", "KV that a model has room for, in blocks of tokens.", "gauge")
+    for model, numbers in models.items():
+        stats = numbers.stats
+        if stats is not None and stats.kv_blocks:
+            labels = {"model_name": model, "engine": "0", "block_size": str(BLOCK)}
+            labels |= {"num_gpu_blocks": str(stats.kv_blocks), "enable_prefix_caching": "True"}
+            labels |= {"cache_dtype": f"int{stats.kv_bits}" if stats.kv_bits else "auto"}
+            family.samples.append(Sample(family.name, labels, 1.0))
+    return family
+
+
+def _renamed(family: Metric, name: str) -> Metric:
+    renamed = Metric(name, family.documentation, family.type, family.unit)
+    for sample in family.samples:
+        labels = {"model_name" if key == "model" else key: value for key, value in sample.labels.items()}
+        suffix = sample.name.removeprefix(family.name)
+        renamed.samples.append(Sample(name + suffix, labels | {"engine": "0"}, sample.value))
+    return renamed
+
 
 # Samples of a family, each with its label values and its number.
 Samples = Iterable[tuple[list[str], float]]
@@ -322,3 +392,51 @@ def _filled(family: CounterMetricFamily | GaugeMetricFamily, samples: Samples) -
     for labels, value in samples:
         family.add_metric(labels, value)
     return family
+
+
+# Renderings are limited by a token bucket: BURST at first, for several scrapers, then one per period.
+BURST: Final = 5.0
+PERIOD_S: Final = 1.0
+
+
+class ScrapeText:
+    """Renderer of `/metrics` on the event loop. One scrape renders at a time; concurrent scrapes wait.
+
+    With many models and keys a rendering takes tens of milliseconds, so the loop runs other tasks after each family.
+    """
+
+    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._exposition = Exposition(metrics)
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        # `_text` is None after a failed rendering.
+        self._text: bytes | None = None
+        self._allowance = BURST
+        self._at = clock()
+
+    async def read(self) -> bytes:
+        """Return the current text. When the rate limit is reached, the text may be up to `PERIOD_S` old.
+
+        Raises the exception of a failed rendering, and then `ApiError` until the next rendering.
+        """
+        async with self._lock:
+            now = self._clock()
+            self._allowance = min(BURST, self._allowance + (now - self._at) / PERIOD_S)
+            self._at = now
+            if self._allowance >= 1.0:
+                self._allowance -= 1.0
+                try:
+                    self._text = await self._render()
+                except Exception:  # The exception is raised again, because an old text must not hide the failure.
+                    self._text = None
+                    raise
+            if self._text is None:
+                raise ApiError(500, "The metrics cannot be rendered; the log says why.", type=SERVER, code="internal")
+            return self._text
+
+    async def _render(self) -> bytes:
+        families: list[bytes] = []
+        for family in self._exposition.families():
+            families.append(family)
+            await asyncio.sleep(0)
+        return b"".join(families)

@@ -1,32 +1,219 @@
 """Feed of the web page: the daemon's state once a second, as server-sent events that are encoded once for all viewers.
 
 The feed runs only while there are viewers. Its cost grows with models and requests, never with tokens.
+
+One sample per second of each model for ten minutes, so that charts are full as soon as the page is opened.
+
+Lines of the daemon's log on the web page: the last lines of the files, and new lines for viewers who
+watch the log.
 """
 
 import asyncio
+import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from datetime import UTC, datetime
+from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import astuple
 from starlette.datastructures import QueryParams
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.control_types import DaemonStatus, MemoryStatus, ModelStatus, RequestView
-from gateway.errors import Overloaded
+from gateway.errors import ApiError, BadRequest, Overloaded
+from gateway.http.bodies import json_response
 from gateway.http.sse import HEADERS, StreamWatch, cut_off
 from gateway.model_files.pull_queue import PullQueue, PullStatus
 from gateway.request.record import ChunkWriter, record_of
 from gateway.services import Services
-from gateway.web.charts import Sampler
-from gateway.web.entrance import session_of
-from gateway.web.log_lines import LogTail
-from gateway.web.schemas import FeedPing, FeedSnapshot, FeedTick, ModelTick, StateChange
-from gateway.web.session import Sessions, WebSession
+from gateway.telemetry.logs import LEVELS, OURS, is_about, last_lines, read_line
+from gateway.web.schemas import (
+    Chart,
+    Charts,
+    FeedPing,
+    FeedSnapshot,
+    FeedTick,
+    LogLine,
+    LogLines,
+    ModelTick,
+    StateChange,
+)
+from gateway.web.session import Sessions, WebSession, session_of
+from gateway.workers.supervisor.state import WorkerView
 
 INTERVAL_S: Final = 1.0
+POINTS: Final = 600
+
+
+@dataclass(slots=True)
+class _Series:
+    """One model's samples, and the values of its counters at the newest sample. Only `Sampler` changes it."""
+
+    generated: int
+    prompted: int
+    chart: Chart = field(default_factory=lambda: Chart([], [], [], [], []))
+
+
+class Sampler:
+    """Samples models as long as the daemon runs. The cost does not depend on the number of requests or viewers."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._series: dict[str, _Series] = {}
+        self._newest = time.monotonic()
+        self._until = time.time()
+
+    async def run(self) -> None:
+        """Sample periodically, until cancelled."""
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            self.sample()
+
+    def sample(self) -> None:
+        """Add one sample for each model."""
+        services, now = self._services, time.monotonic()
+        span_s, self._newest, self._until = max(now - self._newest, 1e-3), now, time.time()
+        memory = services.pool.memory().models
+        views = services.pool.workers()
+        for view in views:
+            own = memory.get(view.name)
+            self._add(view, span_s, own.footprint_bytes if own is not None else 0)
+        for removed in self._series.keys() - {view.name for view in views}:
+            del self._series[removed]
+
+    def rates(self, model: str) -> tuple[float, float]:
+        """Return generated and prompt tokens per second of a model, from its newest sample."""
+        series = self._series.get(model)
+        return (0.0, 0.0) if series is None else (series.chart.tokens_per_s[-1], series.chart.prompt_tokens_per_s[-1])
+
+    def charts(self) -> Charts:
+        """Return the samples of all models. A model that was added recently has fewer."""
+        return Charts(self._until, INTERVAL_S, {name: series.chart for name, series in self._series.items()})
+
+    def _add(self, view: WorkerView, span_s: float, footprint_bytes: int) -> None:
+        numbers = self._services.metrics.model(view.name)
+        series = self._series.get(view.name)
+        if series is None:
+            series = self._series[view.name] = _Series(numbers.generation_tokens, numbers.prompt_tokens_computed)
+        chart = series.chart
+        # A counter restarts at 0 if its model was removed and added again.
+        chart.tokens_per_s.append(round(max(0, numbers.generation_tokens - series.generated) / span_s, 1))
+        chart.prompt_tokens_per_s.append(round(max(0, numbers.prompt_tokens_computed - series.prompted) / span_s, 1))
+        series.generated, series.prompted = numbers.generation_tokens, numbers.prompt_tokens_computed
+        running = view.stats.running if view.stats else 0
+        inside = self._services.admission.inside(view.name)
+        chart.running.append(running)
+        chart.waiting.append(max(view.stats.waiting if view.stats else 0, inside - running))
+        chart.footprint_bytes.append(footprint_bytes)
+        for samples in astuple(chart):
+            del samples[:-POINTS]
+
+
+LINES_DEFAULT: Final = 200
+LINES_MAX: Final = 1000
+# Maximum number of lines in one event of the feed, which is sent once a second.
+EVENT_LINES_MAX: Final = 50
+_HEAD: Final = frozenset({"time", "level", "logger", "message", "exception"})
+_TEXT_MAX: Final = 200
+
+
+async def list_log_lines(services: Services, request: Request) -> Response:
+    """Answer `GET /ui/api/logs`."""
+    query, config = request.query_params, services.config
+    if not config.server.log_file:
+        raise ApiError(404, "[server] log_file is off: the log goes to stderr.", code="no_log_file")
+    lines = await asyncio.to_thread(last_lines, config.log_path, _count(query), _filter(query))
+    return json_response(LogLines([_line(fields) for line in lines if (fields := read_line(line)) is not None]))
+
+
+def _filter(query: QueryParams) -> Callable[[str], bool]:
+    """Return a function that selects the lines that a query asks for. Raises `BadRequest`."""
+    level, model, text = query.get("level", "debug"), query.get("model", ""), query.get("text", "")[:_TEXT_MAX].lower()
+    if level not in LEVELS:
+        raise BadRequest(f"'level' is one of {', '.join(LEVELS)}.", "level", "invalid_value")
+    levels = frozenset(LEVELS[LEVELS.index(level) :])
+
+    def is_wanted(line: str) -> bool:
+        if text and text not in line.lower():
+            return False
+        fields = read_line(line)
+        return fields is not None and fields.get("level") in levels and (not model or is_about(line, model))
+
+    return is_wanted
+
+
+class LogTail(logging.Handler):
+    """Collects new log lines of all threads for the next event of the feed. Lines beyond an event's size are only
+    counted.
+
+    The handler is installed only while a viewer watches the log.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines = deque[LogLine]()
+        self._dropped = 0
+        self._viewers = 0
+
+    def watch(self) -> None:
+        """Count one more viewer who watches the log."""
+        self._viewers += 1
+        if self._viewers == 1:
+            for name in OURS:
+                logging.getLogger(name).addHandler(self)
+
+    def leave(self) -> None:
+        """Count one viewer less."""
+        self._viewers -= 1
+        if self._viewers == 0:
+            for name in OURS:
+                logging.getLogger(name).removeHandler(self)
+            self.take()
+
+    def take(self) -> LogLines | None:
+        """Return the lines since the last call; None if there are none."""
+        self.acquire()
+        try:
+            lines, self._lines = list(self._lines), deque[LogLine]()
+            dropped, self._dropped = self._dropped, 0
+        finally:
+            self.release()
+        return LogLines(lines, dropped) if lines else None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Add a record. Runs in the thread that logs, under the handler's lock."""
+        if len(self._lines) >= EVENT_LINES_MAX:
+            self._dropped += 1
+            return
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        fields: dict[str, Any] = getattr(record, "fields", None) or {}
+        trace = logging.Formatter().formatException(record.exc_info) if record.exc_info else ""
+        line = LogLine(time, record.levelname.lower(), record.name, record.getMessage(), fields, trace)
+        self._lines.append(line)
+
+
+def _line(fields: dict[str, Any]) -> LogLine:
+    rest = {name: value for name, value in fields.items() if name not in _HEAD}
+    time, level, logger, message, trace = (
+        str(fields.get(name, "")) for name in ("time", "level", "logger", "message", "exception")
+    )
+    return LogLine(time, level, logger, message, rest, trace)
+
+
+def _count(query: QueryParams) -> int:
+    given = query.get("lines", str(LINES_DEFAULT))
+    count = int(given) if given.isascii() and given.isdigit() and len(given) <= len(str(LINES_MAX)) else 0
+    if not 1 <= count <= LINES_MAX:
+        raise BadRequest(f"'lines' is 1 to {LINES_MAX}.", "lines", "invalid_value")
+    return count
+
+
 PING_S: Final = 15.0
 VIEWERS_MAX: Final = 32
 # Maximum number of pending events of a viewer. A viewer that falls further behind gets a snapshot instead.

@@ -6,7 +6,7 @@ from msgspec import Meta, Struct, field
 
 from gateway.access.key import Expiry, KeyLimits
 from gateway.control_types import MemoryStatus, ModelStatus, ReloadResult, RequestView
-from gateway.model_files.listing import ListedModel
+from gateway.model_files.metadata import ListedModel
 from gateway.model_files.pull_queue import PullStatus
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]

@@ -2,17 +2,85 @@
 
 Codes and tokens have 256 random bits. Only their hashes are kept: those of codes in memory, those of tokens also in a
 private file, so that sessions outlive the daemon.
+
+File with the sessions of the page, so that the next daemon honours them. It holds hashes, which open nothing.
+
+Checks of requests of the web page: host, origin, address and session.
+
+Login and logout of the web page, the visitor's identity, and login codes, which are made over the unix socket.
 """
 
+import asyncio
 import hashlib
+import logging
 import secrets
+import socket
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
-from gateway.wall_clock import WallClock
-from gateway.web.session_file import SavedSession
+import msgspec
+from msgspec import Struct
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Scope
+
+import protocol
+from gateway.access.audit_log import AuditActor, entry
+from gateway.access.key import SECRET_START
+from gateway.access.rate_limit import Throttle
+from gateway.config.address import Address, from_here
+from gateway.config.origins import is_address, is_same, is_served
+from gateway.control.commands import Command, note, read_order
+from gateway.control_types import UiCode, UiRevoked
+from gateway.disk_and_clock import WallClock
+from gateway.errors import ApiError, Forbidden, Misdirected, Unauthorized
+from gateway.http.bodies import json_response
+from gateway.request.record import record_of
+from gateway.request.routing import LiveConfig
+from gateway.services import Services
+from gateway.state_dir import WriteOrder
+from gateway.telemetry.metrics import Metrics
+from gateway.web.schemas import LoggedIn, LogIn, Me, OwnUsage
+
+log = logging.getLogger(__name__)
+
+_CONTENT: Final = "the list of sessions of the page"
+
+
+class SavedSession(Struct, frozen=True):
+    """A session with the hash of its token and the Unix time of its last use."""
+
+    id: str
+    digest: bytes
+    used: float
+
+
+class SessionFile:
+    """Reads the file once, and writes it whole after changes."""
+
+    def __init__(self, path: Path) -> None:
+        self._order = WriteOrder(path, content=_CONTENT)
+
+    def read(self) -> list[SavedSession]:
+        """Return the sessions; none if there is no file, or if it cannot be read, which is logged."""
+        try:
+            return msgspec.json.decode(self._order.path.read_bytes(), type=list[SavedSession])
+        except FileNotFoundError:
+            return []
+        except (OSError, msgspec.DecodeError) as error:
+            log.warning("%s is not read: %s: %s", _CONTENT, self._order.path, error)
+            return []
+
+    async def write(self, sessions: Iterable[SavedSession]) -> None:
+        """Write the sessions as they are now. A failure is logged; the sessions then end with the daemon."""
+        number, data = self._order.take(), msgspec.json.encode(list(sessions))
+        await asyncio.to_thread(self._order.write, number, data)
+
 
 # This prefix distinguishes tokens from API keys.
 TOKEN_START: Final = "mlxd-ui-"
@@ -123,3 +191,208 @@ class Sessions:
 
 def _digest(secret: str) -> bytes:
     return hashlib.blake2b(secret.encode(), digest_size=32, person=b"mlxd-ui").digest()
+
+
+# Requests of the page itself have one of these values in Sec-Fetch-Site; `none` means that no page made the request.
+_OWN_SITE: Final = ("same-origin", "none")
+NOT_A_SESSION: Final = "Open the page with 'mlxctl ui': its session has ended, or there is none."
+
+
+class Gate:
+    """Checks requests of the web page. All checks but that of the token come first, so the token of a refused request
+    is not read.
+    """
+
+    def __init__(self, sessions: Sessions, live: LiveConfig, throttle: Throttle, metrics: Metrics) -> None:
+        self.sessions = sessions
+        self._live = live
+        self._throttle = throttle
+        self._metrics = metrics
+        name = socket.gethostname().lower()
+        bare = name.removesuffix(".local")
+        self._names = frozenset({name, bare, f"{bare}.local"})
+
+    def check_host(self, scope: Scope) -> None:
+        """Check the `Host` header: an attacker may resolve a foreign host name to this machine. Raises `Misdirected`.
+
+        IP addresses need no check, because they cannot be made to resolve to another machine.
+        """
+        server = self._live.config.server
+        names = (*server.hosts, server.host, *self._names)
+        for host in Headers(scope=scope).getlist("host"):
+            if not is_served(host, names) and not is_address(host):
+                self._metrics.auth_failures["host"] += 1
+                raise Misdirected(
+                    f"mlxd's page is not served as {host[:200]!r}. Add that name to [server] hosts in mlxd.toml."
+                )
+
+    def check_visitor(self, scope: Scope) -> None:
+        """Check that administration is on, that the client's machine is allowed, and the host and origin.
+
+        Raises `Forbidden` or `Misdirected`.
+        """
+        self.check_host(scope)
+        admin = self._live.config.ui.admin
+        if admin == "off":
+            raise Forbidden("Administration by the page is switched off: [ui] admin in mlxd.toml.")
+        if admin == "loopback" and not _is_here(record_of(scope).client, scope):
+            raise Forbidden(
+                'Administration by the page is for this machine only. For other machines set [ui] admin = "network".'
+            )
+        self._check_origin(Headers(scope=scope))
+
+    def session(self, scope: Scope) -> WebSession:
+        """Return the session of a request. Raises `Unauthorized`, `Forbidden`, `Misdirected` or `RateLimited`."""
+        self.check_visitor(scope)
+        token = bearer(scope)
+        session = self.sessions.use(token) if token.startswith(TOKEN_START) else None
+        if session is None:
+            self.fail(scope)
+            if token.startswith(SECRET_START):
+                raise Forbidden("No API key administers mlxd: open the page with 'mlxctl ui'.")
+            raise Unauthorized(NOT_A_SESSION, "no_session")
+        return session
+
+    def opens(self, scope: Scope) -> bool:
+        """Whether the request has a valid session token; False if it has none. Raises as `session` does."""
+        if not has_session_token(scope):
+            return False
+        self.session(scope)
+        return True
+
+    def fail(self, scope: Scope) -> None:
+        """Count a request without a valid code or token. Raises `RateLimited`."""
+        self._metrics.auth_failures["ui"] += 1
+        self._throttle.fail(record_of(scope).client)
+
+    def _check_origin(self, headers: Headers) -> None:
+        """Check that the origin equals the requested host, including the port. Raises `Forbidden`."""
+        origin = headers.get("origin")
+        if origin is not None:
+            is_own = is_same(origin, headers.get("host", ""))
+        else:
+            is_own = headers.get("sec-fetch-site", "none").lower() in _OWN_SITE
+        if not is_own:
+            self._metrics.auth_failures["origin"] += 1
+            raise Forbidden("Only mlxd's own page administers it.")
+
+
+def _is_here(client: Address, scope: Scope) -> bool:
+    """Whether the client is on this machine: its address is on the loopback, or equal to the address that it connected
+    to.
+    """
+    if client.is_hidden:
+        return False
+    server = scope.get("server")
+    return client.is_loopback or (not client.is_forwarded and server is not None and client.host == server[0])
+
+
+def bearer(scope: Scope) -> str:
+    """Return the token of `Authorization: Bearer`; empty without one."""
+    value = Headers(scope=scope).get("authorization", "")
+    return value[7:].strip() if value[:7].lower() == "bearer " else ""
+
+
+def has_session_token(scope: Scope) -> bool:
+    """Whether the request has a session token, valid or not."""
+    return bearer(scope).startswith(TOKEN_START)
+
+
+_log_in: Final = msgspec.json.Decoder(LogIn)
+
+
+class Entrance:
+    """Endpoints for sessions on the web page, and for login codes on the unix socket."""
+
+    def __init__(self, services: Services, gate: Gate, file: SessionFile) -> None:
+        self._services = services
+        self._gate = gate
+        self._file = file
+
+    def socket_routes(self, url: Callable[[], str]) -> list[Route]:
+        """Return the routes for the admin app. `url` is a function that returns the daemon's address."""
+
+        async def make_code(request: Request) -> Response:
+            return self._make_code(request, f"{from_here(url())}/ui/")
+
+        return [
+            Route("/v1/ui/code", make_code, methods=["POST"]),
+            Route("/v1/ui/revoke", self._revoke, methods=["POST"]),
+        ]
+
+    async def log_in_or_out(self, request: Request) -> Response:
+        # Both methods share one route, because a 405 answer lists only the methods of the first route with the path.
+        return await (self._log_out if request.method == "DELETE" else self._log_in)(request)
+
+    async def _log_in(self, request: Request) -> Response:
+        """Exchange a login code for a session."""
+        record = record_of(request.scope)
+        opened = self._gate.sessions.redeem((await read_order(request.scope, request.receive, _log_in)).code)
+        if opened is None:
+            # Wrong codes are not logged, so that unauthenticated clients cannot fill the audit log.
+            self._gate.fail(request.scope)
+            raise ApiError(
+                403, "The link is not valid any more: run 'mlxctl ui' again.", code="bad_code", type="permission_error"
+            )
+        token, session = opened
+        await self._save()
+        self._services.audit.record(entry("ui.login", session.id, client=str(record.client), actor=AuditActor()))
+        return json_response(LoggedIn(token, IDLE_S, protocol.__version__))
+
+    async def _log_out(self, request: Request) -> Response:
+        """End the session of the request."""
+        self._gate.sessions.end(session_of(request.scope))
+        await self._save()
+        return json_response({})
+
+    async def show_visitor(self, request: Request) -> Response:
+        """Answer `GET /ui/api/me`, which describes the request's caller."""
+        services, caller = self._services, record_of(request.scope).caller
+        is_session = has_session_token(request.scope)
+        usage = None
+        if caller.key is not None:
+            numbers = services.metrics.key(caller.key)
+            requests = sum(numbers.requests.values())
+            rejections = dict(numbers.rejections)
+            usage = OwnUsage(requests, numbers.prompt_tokens, numbers.generation_tokens, numbers.running, rejections)
+        return json_response(
+            Me(
+                visitor="session" if is_session else "open" if caller.key is None else "key",
+                may_administer=is_session,
+                admin=services.config.ui.admin,
+                version=protocol.__version__,
+                models=[model.name for model in caller.usable(services.config.models.values())],
+                key=caller.key,
+                usage=usage,
+            )
+        )
+
+    def _make_code(self, request: Request, page: str) -> Response:
+        note(request.scope, Command("ui.code"))
+        if self._services.config.ui.admin == "off":
+            raise Forbidden(f'[ui] admin is "off": nothing is administered by the page. For chat open {page}')
+        code = self._gate.sessions.make_code()
+        return json_response(UiCode(f"{page}#code={code}", code, CODE_S))
+
+    async def _revoke(self, request: Request) -> Response:
+        order = note(request.scope, Command("ui.revoke"))
+        revoked = UiRevoked(self._gate.sessions.revoke())
+        await self._save()
+        order.facts = {"sessions": revoked.sessions}
+        return json_response(revoked)
+
+    def save_uses(self) -> None:
+        """Save that sessions were used, if the next daemon does not know it yet."""
+        if self._gate.sessions.is_unsaved:
+            self._services.tasks.start(self._save(), "save of sessions")
+
+    async def _save(self) -> None:
+        # Before the answer: a session that its visitor has ended must not come back with the next daemon.
+        await self._file.write(self._gate.sessions.save())
+
+
+def session_of(scope: Scope) -> WebSession:
+    """Return the session that the gate has stored in the scope."""
+    session = scope["mlxd.session"]
+    assert isinstance(session, WebSession)
+    return session

@@ -9,7 +9,7 @@ from msgspec import structs
 from benchmarks import models
 from benchmarks.bare import Order, obey
 from benchmarks.words import TokenPrompts
-from gateway.ctl.bench.words import vocabulary
+from gateway.ctl.bench.closed_loop import vocabulary
 
 TINY = models.Geometry(layers=2, hidden=32, ffn=64, heads=2, kv_heads=1, head_dim=16, vocab=700, tokenizer_vocab=600)
 

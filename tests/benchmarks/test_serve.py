@@ -3,7 +3,7 @@ import argparse
 import pytest
 
 from benchmarks.serve import bounds, numbers, parse_url
-from gateway.ctl.bench.client import Target
+from gateway.ctl.bench.closed_loop import Target
 
 
 def test_lengths_are_a_number_or_a_range() -> None:

@@ -15,8 +15,7 @@ from benchmarks.traffic.drive import Load, Outcome, Run, send
 from benchmarks.traffic.lengths import Turn, arrivals, sessions
 from benchmarks.traffic.records import Place, Point, Record
 from benchmarks.traffic.texts import Conversations, Words
-from gateway.ctl.bench.client import Target
-from gateway.ctl.bench.closed_loop import BenchLoad, BenchRequest
+from gateway.ctl.bench.closed_loop import BenchLoad, BenchRequest, Target
 from tests.support.scale import patient
 
 ROOM = 1 << 20

@@ -4,10 +4,10 @@ import sys
 
 import msgspec
 
-from gateway.access.key_file import has_keys
+from gateway.access.key import has_keys
 from gateway.config.load import load_config
 from gateway.main import serve
-from gateway.state_dir.home_paths import default_home
+from gateway.state_dir import default_home
 from protocol.spec import WorkerSpec
 from tests.support.scripted_worker import SCRIPTED
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
+from gateway.access.key import Key, KeyFile
 from tests.browser.conftest import SCRIPTED_DAEMON, Visit, Visiting, code_of
 from tests.browser.test_chat import told
 from tests.browser.waiting import until

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.client_setup.client_launches import launch
-from gateway.client_setup.client_setups import Endpoint
+from gateway.client_setup.clients import Endpoint, launch
 from tests.clients.conftest import Workshop
 from tests.clients.install import npm, pypi
 

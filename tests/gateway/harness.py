@@ -19,7 +19,6 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from gateway.app import App, create_admin_app
-from gateway.config.remote_settings import UpstreamConfig
 from gateway.config.settings import (
     AudioConfig,
     BatchesConfig,
@@ -28,18 +27,18 @@ from gateway.config.settings import (
     MemoryConfig,
     ModelConfig,
     ServerConfig,
+    UpstreamConfig,
     url_of,
 )
 from gateway.http.connection import GuardedProtocol
 from gateway.http.connection_limits import ADDRESS_PART, public_connections
-from gateway.http.handshake import HANDSHAKE_S, Handshake
-from gateway.http.listen import file_limit
+from gateway.http.listen_and_tls import HANDSHAKE_S, Handshake, file_limit
 from gateway.link.link import WorkerLink
 from gateway.reload import Reloader
 from gateway.telemetry.metrics import Metrics
-from gateway.workers.pool.pool import Pool
-from gateway.workers.supervisor.limits import WorkerLimits
+from gateway.workers.pool import Pool
 from gateway.workers.supervisor.spawn import default_command
+from gateway.workers.supervisor.state import WorkerLimits
 from protocol.spec import WorkerSpec
 from tests.support.pool import short_home
 from tests.support.scale import patient

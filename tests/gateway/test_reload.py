@@ -12,7 +12,7 @@ import httpx
 import msgspec
 import pytest
 
-from gateway.access.key_file import has_keys
+from gateway.access.key import has_keys
 from gateway.app import create_admin_app
 from gateway.config.load import load_config
 from gateway.config.settings import Config, ConfigError, ModelConfig, SamplingDefaults, ServerConfig, TlsConfig, url_of

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.access.key_file import has_keys
+from gateway.access.key import has_keys
 from gateway.app import create_admin_app
 from gateway.config.load import load_config
 from gateway.reload import Reloader

@@ -13,8 +13,7 @@ import openai
 import psutil
 import pytest
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
+from gateway.access.key import Key, KeyFile
 from gateway.middleware.auth import HEALTH
 from tests.gateway.harness import Gateway, running
 from tests.support.daemon import DaemonProcess, write_config

@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from gateway.config.settings import Config, MemoryConfig
 from gateway.workers.memory.broker import RESIDENCY_MIN_S
 from gateway.workers.memory.host import ThisMachine
-from gateway.workers.supervisor.limits import WorkerLimits
-from gateway.workers.supervisor.state import ModelUnavailable, State
+from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code
 from protocol.from_worker import Delta, Finish
 from tests.support.pool import DEADLINE_S, Running, config, finish_of, read_all, short_home, text_of, tokens, until

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from gateway.link.collector import Collector
-from gateway.workers.supervisor.limits import WorkerLimits
 from gateway.workers.supervisor.spawn import default_command
+from gateway.workers.supervisor.state import WorkerLimits
 from protocol.from_worker import Delta
 from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.config.settings import CacheConfig, Config, ModelConfig, ServerConfig
 from gateway.model_files import prefix_files
-from gateway.prefix_limit import limit_prefixes
+from gateway.reload import limit_prefixes
 from tests.support import disk as folder
 from tests.support.ctl import ctl
 from worker.prefix_cache.disk import CacheDisk, DiskEntry, FileStatus

@@ -16,9 +16,8 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.main import DaemonExit
-from gateway.workers.supervisor.limits import WorkerLimits
 from gateway.workers.supervisor.spawn import default_command
-from gateway.workers.supervisor.state import State
+from gateway.workers.supervisor.state import State, WorkerLimits
 from protocol.prompts import TextPrompt
 from protocol.to_worker import Tokenize
 from tests.gateway.telemetry.test_metrics import parsed

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from gateway.config.settings import Config
-from gateway.workers.supervisor.limits import WorkerLimits
 from gateway.workers.supervisor.spawn import default_command
-from gateway.workers.supervisor.state import ModelUnavailable, State
+from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code
 from tests.support.pool import Running, config, read_all, short_home, text_of, until
 from tests.support.scale import patient

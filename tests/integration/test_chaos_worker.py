@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from gateway.link.collector import Collector
-from gateway.link.failover import ResumeLimits
-from gateway.link.quarantine import REFUSED
-from gateway.link.wire import WorkerGone
-from gateway.workers.supervisor.handle import WorkerHandle
-from gateway.workers.supervisor.limits import WorkerLimits
-from gateway.workers.supervisor.state import ModelUnavailable, State
+from gateway.link.failover import REFUSED, ResumeLimits
+from gateway.link.transport import WorkerGone
+from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerLimits
+from gateway.workers.supervisor.worker import WorkerHandle
 from protocol.failures import Code
 from protocol.from_worker import Delta, Finish, Usage
 from tests.support.pool import Running, config, finish_of, read_all, short_home, text_of, tokens, until

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.workers.power.battery_and_display import CHUNK_TOKENS, DUTY, TICK_MS
+from gateway.workers.power import CHUNK_TOKENS, DUTY, TICK_MS
 from tests.support.daemon import DaemonProcess, write_config
 from tests.support.scale import patient
 

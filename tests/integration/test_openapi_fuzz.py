@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
+from gateway.access.key import Key, KeyFile
 from tests.support.daemon import ROOT, DaemonProcess
 from tests.support.pool import short_home
 

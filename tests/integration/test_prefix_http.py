@@ -14,8 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
+from gateway.access.key import Key, KeyFile
 from tests.support import disk
 from tests.support.daemon import DaemonProcess
 from tests.support.models import VOCAB

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from gateway.config.settings import ModelConfig
-from gateway.request import score_room
+from gateway.request import generation
 from tests.gateway.harness import Gateway, events, serving, until
 
 pytestmark = pytest.mark.anyio
@@ -173,7 +173,7 @@ async def test_in_streams_there_are_none_and_more_than_twenty_are_refused(path: 
 async def test_more_of_them_than_an_answer_holds_are_a_400_and_nothing_else(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(score_room, "SCORES_BYTES_MAX", 100)
+    monkeypatch.setattr(generation, "SCORES_BYTES_MAX", 100)
     for path in (CHAT, TEXT):
         reply = await gateway.client.post(path, json=asked(path, prompt_logprobs=3))
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt_logprobs")

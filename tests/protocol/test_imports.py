@@ -88,5 +88,5 @@ def test_only_the_sockets_module_sets_socket_options_of_the_protocol() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in {"setsockopt", "set_hwm"}
     }
-    # gateway/http/listen.py opens the TCP sockets, which are no part of the protocol.
-    assert setters == {"protocol/sockets.py", "gateway/http/listen.py"}
+    # gateway/http/listen_and_tls.py opens the TCP sockets, which are no part of the protocol.
+    assert setters == {"protocol/sockets.py", "gateway/http/listen_and_tls.py"}

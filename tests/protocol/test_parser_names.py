@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.config.parser_names import PARSERS, bad_parser
+from gateway.config.load import PARSERS, bad_parser
 from worker.output.parsers.families import ALIASES, FAMILIES, resolve
 
 

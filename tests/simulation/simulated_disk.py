@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from gateway.disk import Disk
+from gateway.disk_and_clock import Disk
 from tests.simulation.simulated_database import DatabaseFaults, SimulatedDatabase
 from tests.simulation.virtual_loop import VirtualLoop
 

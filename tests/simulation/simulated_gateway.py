@@ -12,7 +12,7 @@ from gateway.config.settings import Config
 from gateway.link.link import LATE_GRACE_S, RID_BITS, WorkerLink
 from gateway.reload import Reloader
 from gateway.telemetry.metrics import Metrics
-from gateway.workers.pool.pool import Pool
+from gateway.workers.pool import Pool
 from gateway.workers.supervisor.registry import Registry
 from tests.simulation.http_edge import HttpEdge
 from tests.simulation.simulated_disk import DiskOfProcess, SimulatedDisk, SimulatedThread, abandon_database

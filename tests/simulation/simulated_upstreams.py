@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from gateway.config.remote_settings import UpstreamConfig
+from gateway.config.settings import UpstreamConfig
 from tests.simulation.simulated_worker import PROMPT_TOKENS, STEP_S, answer_ids, text_of
 from tests.simulation.world import World
 

@@ -19,16 +19,14 @@ from typing import Any
 import msgspec
 
 from gateway.access.audit_log import AuditEntry
-from gateway.access.key import Key, KeyLimits
-from gateway.access.key_file import KeyFile, KeyRefused, KeysUnusable
-from gateway.access.key_file import _encode as encode_keys  # pyright: ignore[reportPrivateUsage]
-from gateway.api.responses.journal_records import NotUnderstood, parsed
+from gateway.access.key import Key, KeyFile, KeyLimits, KeyRefused, KeysUnusable
+from gateway.access.key import _encode as encode_keys  # pyright: ignore[reportPrivateUsage]
+from gateway.api.responses.journal import NotUnderstood, parsed
 from gateway.config.settings import Config, FallbackConfig, MemoryConfig, ModelConfig, ServerConfig
 from gateway.errors import Unavailable
 from gateway.link.link import LATE_GRACE_S
 from gateway.reload import Reloader
-from gateway.state_dir.home_paths import audit_path
-from gateway.state_dir.private_file import write_private
+from gateway.state_dir import audit_path, write_private
 from gateway.workers.supervisor.state import ModelUnavailable
 from protocol.prompts import ChatPrompt
 from tests.simulation.background_client import BackgroundClient, Trouble, draw_background_plan, number_of

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from random import Random
 
-from gateway.link.wire import WorkerGone
-from gateway.workers.supervisor.ports import WorkerPort
+from gateway.link.transport import WorkerGone
 from gateway.workers.supervisor.registry import Registry, Survivor, WorkerProcess, WorkerRecord
+from gateway.workers.supervisor.state import WorkerPort
 from protocol.failures import Failure
 from protocol.spec import WorkerSpec
 from tests.simulation.simulated_worker import SimulatedWorker, Work
@@ -288,7 +288,7 @@ class Connection:
 
 
 class SimulatedWire:
-    """The gateway's side of all connections. It implements `gateway.link.wire.Wire`."""
+    """The gateway's side of all connections. It implements `gateway.link.transport.Wire`."""
 
     def __init__(self, world: World) -> None:
         self.world = world

@@ -10,11 +10,8 @@ import pytest
 
 from gateway.link.link import WorkerLink
 from gateway.link.sequence import Sequence
-from gateway.link.wire import WorkerGone
-from gateway.link.worker_connection import Connection, Report
-from gateway.workers.supervisor.limits import WorkerLimits
-from gateway.workers.supervisor.ports import Effects
-from gateway.workers.supervisor.state import MemoryView, ModelUnavailable, State
+from gateway.link.transport import Connection, Report, WorkerGone
+from gateway.workers.supervisor.state import Effects, MemoryView, ModelUnavailable, State, WorkerLimits
 from gateway.workers.supervisor.worker import Worker
 from protocol import PROTOCOL
 from protocol.codec import decode_down, encode

@@ -16,10 +16,10 @@ from gateway.config.settings import Config, ModelConfig, ServerConfig
 from gateway.link.collector import Collector
 from gateway.link.link import WorkerLink
 from gateway.workers.memory.host import HostMemory
-from gateway.workers.pool.pool import Pool
-from gateway.workers.supervisor.handle import WorkerHandle
-from gateway.workers.supervisor.limits import WorkerLimits
+from gateway.workers.pool import Pool
 from gateway.workers.supervisor.spawn import Command
+from gateway.workers.supervisor.state import WorkerLimits
+from gateway.workers.supervisor.worker import WorkerHandle
 from protocol.from_worker import Delta, Finish
 from protocol.prompts import TextPrompt
 from protocol.to_worker import Generate, Sampling

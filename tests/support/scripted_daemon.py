@@ -2,10 +2,10 @@
 
 import sys
 
-from gateway.access.key_file import has_keys
+from gateway.access.key import has_keys
 from gateway.config.load import load_config
 from gateway.main import serve
-from gateway.state_dir.home_paths import default_home
+from gateway.state_dir import default_home
 from tests.support.scripted_worker import scripted
 
 if __name__ == "__main__":

@@ -1,21 +1,27 @@
-"""The batch APIs of one daemon: their endpoints, store and runner."""
+"""The batch APIs of one daemon: their endpoints, store and runner.
+
+Batches for the unix socket: list and cancel.
+"""
 
 import time
 from collections.abc import Callable
+from typing import Final
 
-from starlette.types import ASGIApp
+import msgspec
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope
 
+from gateway.api.batches.batch_lines import StoredBatch
 from gateway.api.batches.batch_runner import BatchRunner
 from gateway.api.batches.batch_store import BatchStore
 from gateway.api.batches.files import FileEndpoints
-from gateway.api.batches.message_batches import MessageBatches
-from gateway.api.batches.openai_batches import OpenAIBatches
-from gateway.api.batches.records import StoredBatch
+from gateway.api.batches.openai_and_message_batches import MessageBatches, OpenAIBatches
 from gateway.config.settings import Config
-from gateway.control_types import BatchView
-from gateway.disk import SYSTEM_DISK, Disk
+from gateway.control.commands import Command, get, note, post, read_order
+from gateway.control_types import BatchView, BatchViews, CancelResult, RequestRef
+from gateway.disk_and_clock import SYSTEM_DISK, Disk, MakeThread, single_thread
+from gateway.errors import ApiError
 from gateway.services import Services
-from gateway.single_thread import MakeThread, single_thread
 
 
 class Batches:
@@ -85,3 +91,28 @@ class Batches:
             age_s=round(self._wall() - batch.created, 1),
             expires_in_s=round(batch.expires - self._wall(), 1),
         )
+
+
+_ref: Final = msgspec.json.Decoder(RequestRef)
+
+
+def routes(batches: Batches) -> list[Route]:
+    endpoints = _BatchControl(batches)
+    return [get("/v1/batches", endpoints.list), post("/v1/batches/cancel", endpoints.cancel)]
+
+
+class _BatchControl:
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    async def list(self, scope: Scope, receive: Receive) -> BatchViews:
+        """`GET /v1/batches`: the batches of all keys."""
+        return BatchViews(self._batches.views())
+
+    async def cancel(self, scope: Scope, receive: Receive) -> CancelResult:
+        """`POST /v1/batches/cancel` with `{"id": ID}`."""
+        name = (await read_order(scope, receive, _ref, 'The body must be {"id": ID}')).id
+        note(scope, Command("batch.cancel", name[:200]))
+        if not await self._batches.cancel(name):
+            raise ApiError(404, f"There is no batch {name[:200]!r} that has not ended.", code="batch_not_found")
+        return CancelResult(name)

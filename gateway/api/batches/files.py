@@ -1,25 +1,185 @@
-"""`/v1/files`: upload, list, retrieve and delete files of batches, and read their content."""
+"""`/v1/files`: upload, list, retrieve and delete files of batches, and read their content.
 
+Pages of files and batches, and files as bodies of answers.
+
+Uploads: a form with a file, which goes to the disk as it arrives.
+"""
+
+import asyncio
 import time
-from collections.abc import Callable
-from typing import Annotated, Any, Final
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any, Final, Self, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, field
-from starlette.datastructures import QueryParams
+from starlette.datastructures import Headers, QueryParams
 from starlette.types import Receive, Scope, Send
 
+from gateway.api.batches.batch_lines import FILE_PREFIX, RECORD_AGE_S, StoredBatch, StoredFile, new_name
 from gateway.api.batches.batch_store import BatchStore
-from gateway.api.batches.paging import BINARY, limit_of, page_after, path_id, send_content
-from gateway.api.batches.records import FILE_PREFIX, RECORD_AGE_S, StoredFile, new_name
-from gateway.api.batches.upload import FIELD, UploadedContent, receive_form
 from gateway.api.common.decode import converted
-from gateway.api.common.doc_hints import shape, words
-from gateway.errors import BadRequest, invalid_choice, missing_parameter
-from gateway.http.exchange import send_body
-from gateway.http.multipart import MultipartForm
-from gateway.request.headers import ignored_header
-from gateway.request.record import record_of
+from gateway.api.common.request_fields import shape, words
+from gateway.errors import ApiError, BadRequest, BodyTooLarge, invalid_choice, missing_parameter
+from gateway.http.bodies import BODY_TIMEOUT_S, ROOM_BYTES, SLICE_BYTES, FormParser, MultipartForm, send_body
+from gateway.request.record import ClientLeft, Header, RequestRecord, ignored_header, record_of
+
+T = TypeVar("T", StoredFile, StoredBatch)
+Content = TypeVar("Content")
+
+DEFAULT_LIMIT: Final = 20
+JSON_LINES: Final = b"application/x-jsonl"
+BINARY: Final = b"application/octet-stream"
+
+
+def path_id(scope: Scope) -> str:
+    name = scope["path_params"]["id"]
+    assert isinstance(name, str)
+    return name
+
+
+def limit_of(query: QueryParams, default: int, most: int) -> int:
+    """Return the number of items in a page. Raises `BadRequest`."""
+    given = query.get("limit", str(default))
+    limit = int(given) if given.isascii() and given.isdigit() and len(given) <= len(str(most)) else 0
+    if not 1 <= limit <= most:
+        raise BadRequest(f"Invalid value for 'limit': expected 1 to {most}.", "limit", "invalid_value")
+    return limit
+
+
+def page_after(items: Sequence[T], after: str | None, limit: int) -> tuple[Sequence[T], bool]:
+    """Return the items after the one with the id `after`, and whether there are more. Raises `BadRequest`."""
+    start = 0 if after is None else _place(items, after, "after") + 1
+    return items[start : start + limit], start + limit < len(items)
+
+
+def page_before(items: Sequence[T], before: str, limit: int) -> tuple[Sequence[T], bool]:
+    """Return the items right before the one with the id `before`, and whether there are more before them."""
+    end = _place(items, before, "before_id")
+    return items[max(0, end - limit) : end], end > limit
+
+
+def _place(items: Sequence[T], name: str, param: str) -> int:
+    for at, item in enumerate(items):
+        if item.id == name:
+            return at
+    raise BadRequest(f"There is no item {name[:100]!r} here.", param, "invalid_value")
+
+
+async def send_content(
+    send: Send, sizes: Sequence[tuple[Content, int]], read: Callable[[Content, int, int], Awaitable[bytes]], kind: bytes
+) -> None:
+    """Send whole contents, one after the other, in slices that are read as the client takes them."""
+    total = sum(size for _, size in sizes)
+    headers: list[Header] = [(b"content-type", kind), (b"content-length", str(total).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for item, size in sizes:
+        for at in range(0, size, SLICE_BYTES):
+            data = await read(item, at, min(SLICE_BYTES, size - at))
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+# Maximum size of a file, as in OpenAI's API.
+FILE_BYTES_MAX: Final = 200 * 1024 * 1024
+FIELD: Final = "file"
+_BUFFER_BYTES: Final = 256 * 1024
+
+
+class UploadedContent:
+    """Context of content that is being written. What is not taken is deleted at the end."""
+
+    path: Path
+
+    def __init__(self, store: BatchStore, tenant: str, limit_bytes: int = FILE_BYTES_MAX) -> None:
+        self._store = store
+        self._tenant = tenant
+        self._limit_bytes = limit_bytes
+        self._file: int | None = None
+        self._buffer = bytearray()
+        self._is_taken = False
+        self.size_bytes = 0
+
+    async def __aenter__(self) -> Self:
+        self.path, self._file = await self._store.run(self._store.folder.open_upload)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._store.forget(self.path.name)
+        if not self._is_taken:
+            # This is not awaited, because the request may have been cancelled.
+            self._store.submit(self._discard)
+
+    def add(self, data: bytes) -> None:
+        """Take a piece. Raises `BodyTooLarge`."""
+        self._buffer += data
+        self.size_bytes += len(data)
+        if self.size_bytes > self._limit_bytes:
+            raise BodyTooLarge(self._limit_bytes)
+
+    async def flush(self, least_bytes: int = _BUFFER_BYTES) -> None:
+        """Write what was taken, if it is at least so much. Raises `ApiError`."""
+        if self._file is not None and self._buffer and len(self._buffer) >= least_bytes:
+            self._store.check_room(self._tenant, len(self._buffer))
+            data, file, self._buffer = bytes(self._buffer), self._file, bytearray()
+            self._store.grow(self.path.name, len(data))
+            await self._store.run(lambda: self._store.folder.append(file, data))
+
+    async def close(self) -> None:
+        """Write all content, which then survives a power cut. Raises `ApiError`."""
+        await self.flush(0)
+        file, self._file = self._file, None
+        assert file is not None
+        await self._store.run(lambda: self._store.folder.close_upload(file))
+
+    def take(self) -> None:
+        """Keep the content."""
+        self._is_taken = True
+
+    def _discard(self) -> None:
+        if self._file is not None:
+            self._store.folder.close_upload(self._file)
+        self._store.folder.discard_upload(self.path)
+
+
+async def receive_form(
+    content: UploadedContent, store: BatchStore, record: RequestRecord, scope: Scope, receive: Receive
+) -> MultipartForm:
+    """Read a form, whose file goes to `content`. Raises `ApiError` and `ClientLeft`."""
+    headers = Headers(scope=scope)
+    if headers.get("content-encoding", "identity") != "identity":
+        raise BadRequest("Compressed request bodies are not supported.")
+    length = headers.get("content-length", "")
+    if length.isdigit() and len(length) < 19:
+        if int(length) > FILE_BYTES_MAX + ROOM_BYTES:
+            raise BodyTooLarge(FILE_BYTES_MAX)
+        store.check_room(record.caller.key or "", max(0, int(length) - ROOM_BYTES))
+    form = FormParser(headers.get("content-type", ""), FIELD, content.add)
+    meter = record.caller.meter
+    size = 0
+    with nullcontext() if meter is None else meter.receiving():
+        more = True
+        while more:
+            try:
+                async with asyncio.timeout(BODY_TIMEOUT_S):
+                    message = await receive()
+            except TimeoutError:
+                raise ApiError(408, "The request body did not arrive in time.", code="request_timeout") from None
+            if message["type"] == "http.disconnect":
+                raise ClientLeft
+            data: bytes = message.get("body", b"")
+            size += len(data)
+            if size - content.size_bytes > 2 * ROOM_BYTES:
+                raise BodyTooLarge(ROOM_BYTES)
+            form.feed(data)
+            await content.flush()
+            more = message.get("more_body", False)
+    record.body_bytes = size
+    parsed = form.end()
+    await content.close()
+    return parsed
+
 
 PAGE_MAX: Final = 10_000
 PURPOSE: Final = "batch"

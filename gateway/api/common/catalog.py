@@ -9,8 +9,8 @@ from gateway.access.caller import Caller
 from gateway.config.names import ResolvedName
 from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.media.modalities import modalities
-from gateway.model_files.facts import FactsReader, ModelFacts
-from gateway.request.model_kind import kind_of_model
+from gateway.model_files.metadata import FactsReader, ModelFacts
+from gateway.request.opener import kind_of_model
 from gateway.request.routing import Router
 from gateway.services import Services
 from gateway.workers.supervisor.state import State, WorkerView

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, cast
 
 from msgspec import Struct, structs
 
-from gateway.api.common.doc_hints import NULL, TEXT, shape, typed
+from gateway.api.common.request_fields import NULL, TEXT, shape, typed
 from gateway.errors import BadRequest, Unsupported
 from protocol.to_worker import Constraint, ConstraintKind
 

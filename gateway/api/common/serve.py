@@ -1,8 +1,14 @@
-"""Steps of every generating endpoint: read, lower, admit, generate or count tokens, and answer."""
+"""Steps of every generating endpoint: read, lower, admit, generate or count tokens, and answer.
+
+Vectors or scores of a request. A generation computes them, and they are sent as one answer.
+"""
 
 import asyncio
+import base64
 import secrets
+import sys
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,20 +19,23 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.config.settings import ModelConfig
 from gateway.errors import ApiError, Unavailable, from_failure, from_unsendable
-from gateway.http.encoder import Fold, StreamEncoder
-from gateway.http.request_body import read_body
+from gateway.http.bodies import read_body, send_body
 from gateway.http.sse import (
     DEFAULT_PACE,
     EVENTS,
     EncodeProgress,
+    Fold,
     SliceEvents,
     SplitAnswer,
+    StreamEncoder,
     StreamTiming,
+    cut_off,
+    folded,
     respond_stream,
     respond_whole,
 )
-from gateway.link.calls import CallRefused
-from gateway.link.wire import WorkerGone
+from gateway.link.link import CallRefused
+from gateway.link.transport import WorkerGone
 from gateway.media.documents import DocumentReader, has_documents, past_documents, text_chars
 from gateway.media.documents import with_pages as pages_of
 from gateway.media.modalities import check, likely_tokens, modalities
@@ -34,13 +43,12 @@ from gateway.media.reference import DOCUMENT, IMAGE, Reference
 from gateway.media.resolve import MediaReader, Stored, is_inline, resolve
 from gateway.request.body_memory import LARGE_BYTES
 from gateway.request.generation import Generation
-from gateway.request.headers import ignored_header, with_ignored
 from gateway.request.next_turns import has_next_turn
-from gateway.request.record import RequestRecord
+from gateway.request.record import Header, RequestRecord, ignored_header, with_ignored
 from gateway.services import Services
 from gateway.workers.supervisor.state import ModelUnavailable
 from protocol.codec import BYTES_PER_TOKEN, Unsendable, pack
-from protocol.from_worker import Tokenized
+from protocol.from_worker import Delta, Tokenized
 from protocol.kinds import TEXT
 from protocol.prompts import ChatPrompt, Media, Prompt
 from protocol.to_worker import Detokenize, Generate, Tokenize
@@ -316,3 +324,66 @@ def new_id(prefix: str) -> str:
 
 def now() -> int:
     return int(time.time())
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """Numbers of an answer. `data` has `count` rows of equal length, in float32, little-endian."""
+
+    data: bytes
+    count: int
+    prompt_tokens: int
+    headers: list[Header]
+    cached_tokens: int = 0
+
+    @property
+    def dimensions(self) -> int:
+        return len(self.data) // 4 // self.count
+
+    def base64(self, row: int) -> str:
+        """Return a row in the base64 encoding that OpenAI's SDK reads."""
+        return base64.b64encode(self._row(row)).decode("ascii")
+
+    def numbers(self, row: int) -> list[float]:
+        numbers = array("f", self._row(row))
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return numbers.tolist()
+
+    def _row(self, row: int) -> bytes:
+        size = 4 * self.dimensions
+        return self.data[row * size : (row + 1) * size]
+
+
+class VectorFold:
+    """`Fold` that collects the numbers of a request."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+
+    def bind(self, rids: Sequence[int]) -> None:
+        """Ignore the request ids, because a request has only one."""
+
+    def add(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            self.data += delta.data
+            if delta.usage is not None:
+                self.prompt_tokens, self.cached_tokens = delta.usage.prompt, delta.usage.cached
+
+    def result(self) -> bytes:
+        return self.data
+
+
+async def respond_vectors(
+    job: PreparedRequest, count: int, render: Callable[[Vectors], bytes], receive: Receive, send: Send
+) -> None:
+    """Answer with the numbers, encoded by `render`. If there are many, the thread for large bodies encodes them."""
+    fold = VectorFold()
+    async with cut_off(job.record, receive):
+        with job.generation(fold.bind) as generation:
+            data = await folded(generation, fold)
+            vectors = Vectors(data, count, fold.prompt_tokens, generation.headers, fold.cached_tokens)
+        body = await job.services.bodies.work(len(vectors.data), render, vectors)
+        await send_body(send, 200, body, vectors.headers)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final, Protocol
 from msgspec import Meta, Struct
 
 from gateway.api.common.canonical import EFFORTS, ThinkingBudget
-from gateway.api.common.doc_hints import words
+from gateway.api.common.request_fields import words
 from gateway.config.settings import ThinkingDefaults
 from gateway.errors import invalid_choice
 

@@ -14,10 +14,9 @@ from gateway.api.common import serve
 from gateway.api.common.catalog import Catalog, CatalogEntry
 from gateway.api.ollama.request import decode_show
 from gateway.api.ollama.response import timestamp
-from gateway.http.exchange import send_body
-from gateway.request.defaults import over
-from gateway.request.headers import ignored_header
-from gateway.request.record import record_of
+from gateway.http.bodies import send_body
+from gateway.request.record import ignored_header, record_of
+from gateway.request.routing import over
 from gateway.services import Services
 from protocol.kinds import EMBED, TEXT
 

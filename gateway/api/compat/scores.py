@@ -9,9 +9,8 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api.common import serve
 from gateway.api.common.decode import Schema
-from gateway.api.common.doc_hints import NULL, TEXT, case, shape
-from gateway.api.common.refused_fields import RefusedField
-from gateway.api.common.vectors import Vectors, respond_vectors
+from gateway.api.common.request_fields import NULL, TEXT, RefusedField, case, shape
+from gateway.api.common.serve import Vectors, respond_vectors
 from gateway.errors import BadRequest, missing_parameter
 from gateway.request.record import record_of
 from gateway.services import Services

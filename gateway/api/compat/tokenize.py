@@ -9,15 +9,13 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.common import serve
 from gateway.api.common.canonical import ToolPolicy, chat_prompt
 from gateway.api.common.decode import Schema
-from gateway.api.common.doc_hints import NULL, TEXT, case
-from gateway.api.common.refused_fields import REFUSED_FIELDS, RefusedField
+from gateway.api.common.request_fields import NULL, REFUSED_FIELDS, TEXT, RefusedField, case
 from gateway.api.common.thinking import of_config
-from gateway.api.openai.lowering import lower_chat, template_kwargs
-from gateway.api.openai.messages import turns
+from gateway.api.openai.lowering import lower_chat, template_kwargs, turns
 from gateway.api.openai.request import RequestMessage, TokenId, decode_chat
 from gateway.config.settings import ThinkingDefaults
 from gateway.errors import BadRequest, Unsupported
-from gateway.http.exchange import send_body
+from gateway.http.bodies import send_body
 from gateway.http.sse import cut_off
 from gateway.request.record import record_of
 from gateway.services import Services

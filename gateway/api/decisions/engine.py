@@ -14,7 +14,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.common import serve
-from gateway.api.common.vectors import Vectors, respond_vectors
+from gateway.api.common.serve import Vectors, respond_vectors
 from gateway.errors import Unavailable
 from gateway.request.record import record_of
 from gateway.services import Services

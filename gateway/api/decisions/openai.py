@@ -10,8 +10,8 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api.common import canonical, serve
 from gateway.api.common.decode import Schema
-from gateway.api.common.doc_hints import TEXT, UNSERVED, case, shape, words
-from gateway.api.common.vectors import Vectors
+from gateway.api.common.request_fields import TEXT, UNSERVED, case, shape, words
+from gateway.api.common.serve import Vectors
 from gateway.api.decisions.engine import (
     LEVELS_MAX,
     LEVELS_MIN,

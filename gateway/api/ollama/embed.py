@@ -8,13 +8,12 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api.common import serve
 from gateway.api.common.decode import Schema
-from gateway.api.common.vectors import Vectors, respond_vectors
-from gateway.api.ollama.keep_alive import KeepAlive, is_zero
-from gateway.api.ollama.load_orders import load_or_unload
-from gateway.api.ollama.options import OptionsField, read_options
+from gateway.api.common.serve import Vectors, respond_vectors
+from gateway.api.ollama.endpoints import load_or_unload
+from gateway.api.ollama.request import KeepAlive, OptionsField, is_zero, read_options
 from gateway.api.ollama.response import nanoseconds
 from gateway.errors import BadRequest
-from gateway.http.exchange import send_body
+from gateway.http.bodies import send_body
 from gateway.request.record import RequestRecord, record_of
 from gateway.services import Services
 from protocol.kinds import EMBED

@@ -9,10 +9,17 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.structs import replace
 
-from gateway.api.common.extras import MakeExtras, no_extras
-from gateway.api.openai.events import EventEncoder, event
-from gateway.api.openai.prompt_logprobs import encode_entries, whole
-from gateway.api.openai.response import PromptProgress, TokenIds, UsageBody, sum_usage
+from gateway.api.common.request_fields import MakeExtras, no_extras
+from gateway.api.openai.response import (
+    EventEncoder,
+    PromptProgress,
+    TokenIds,
+    UsageBody,
+    encode_entries,
+    event,
+    sum_usage,
+    whole,
+)
 from protocol.from_worker import Delta, DeltaKind, Finish, Progress, Usage
 
 # `C` is the struct of an encoded choice.

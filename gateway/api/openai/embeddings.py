@@ -8,9 +8,8 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api.common import serve
 from gateway.api.common.decode import Schema
-from gateway.api.common.doc_hints import TEXT, known, shape, words
-from gateway.api.common.refused_fields import RefusedField
-from gateway.api.common.vectors import Vectors, respond_vectors
+from gateway.api.common.request_fields import TEXT, RefusedField, known, shape, words
+from gateway.api.common.serve import Vectors, respond_vectors
 from gateway.api.openai.request import NO_ACTION, PROMPTS, TokenId
 from gateway.errors import BadRequest, invalid_choice
 from gateway.request.record import record_of

@@ -1,29 +1,319 @@
-"""Lowering of OpenAI's request bodies to `protocol.Generate`."""
+"""Lowering of OpenAI's request bodies to `protocol.Generate`.
 
+Message parts with an image, video, audio or file, in the spellings of OpenAI and other servers.
+
+Lowering of OpenAI's messages, as all versions of the API spell them, to the turns that chat templates expect.
+
+Lowering of OpenAI's tools and tool choice, in the new and the legacy form, to one `ToolPolicy`.
+"""
+
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
-from gateway.api.common.canonical import chat_prompt, sendable
+from msgspec import Struct
+
+from gateway.api.common import canonical
+from gateway.api.common.canonical import (
+    Call,
+    Content,
+    FunctionTool,
+    ToolMode,
+    ToolPolicy,
+    arguments_text,
+    chat_prompt,
+    named_results,
+    sendable,
+)
 from gateway.api.common.constraints import lower_constraint
-from gateway.api.common.drafts import most_drafted, sparse_keep
-from gateway.api.common.prompt_cache import is_prewarm
-from gateway.api.common.sampling import first, sampling_values
+from gateway.api.common.decode import converted
+from gateway.api.common.request_fields import first, is_prewarm, most_drafted, sampling_values, sparse_keep
 from gateway.api.common.thinking import lower_thinking
-from gateway.api.openai.media_parts import media_options
-from gateway.api.openai.messages import turns
 from gateway.api.openai.request import (
     PROMPTS_MAX,
+    ROLES,
+    TEXT_PARTS,
+    TOOL_MODES,
+    AudioData,
+    CallSpec,
     ChatCompletionRequest,
     CompletionRequest,
+    FunctionSpec,
+    MediaLink,
+    MessagePart,
     PromptFields,
+    RequestMessage,
     SamplingFields,
+    ToolSpec,
+    sampler_values,
 )
-from gateway.api.openai.samplers import sampler_values
-from gateway.api.openai.tools import lower_tools
 from gateway.config.settings import ModelConfig, SamplingDefaults
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, Unsupported, invalid_choice, missing_parameter
+from gateway.media.reference import AUDIO, IMAGE, VIDEO, by_base64, by_url, detail_options, document, merged
 from protocol.prompts import ChatPrompt, Infill, Prompt, TextPrompt, TokensPrompt
 from protocol.to_worker import Generate, Sampling
+
+# Maps each type of part to its kind of medium, and to the fields that may have its URL, the usual field first.
+MEDIA_PARTS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
+    "image_url": (IMAGE, ("image_url",)),
+    "input_image": (IMAGE, ("image_url", "image")),
+    "image": (IMAGE, ("image", "image_url")),
+    "video_url": (VIDEO, ("video_url",)),
+    "input_video": (VIDEO, ("video", "video_url")),
+    "video": (VIDEO, ("video", "video_url")),
+    "audio_url": (AUDIO, ("audio_url",)),
+    "input_audio": (AUDIO, ("input_audio", "audio_url")),
+}
+
+Options = dict[str, int | float]
+# Options that apply to all media of a request, by kind of medium.
+MediaOptions = Mapping[str, Options]
+NO_OPTIONS: Final[MediaOptions] = {IMAGE: {}, VIDEO: {}, AUDIO: {}}
+
+
+def media_options(request: ChatCompletionRequest) -> MediaOptions:
+    """Merge the request's `mm_processor_kwargs` and `media_io_kwargs`; the latter win. Raises `BadRequest`."""
+    processing, reading = request.mm_processor_kwargs, request.media_io_kwargs
+    pixels = {} if processing is None else _set(min_pixels=processing.min_pixels, max_pixels=processing.max_pixels)
+    if pixels.get("min_pixels", 0) > pixels.get("max_pixels", 1 << 30):
+        param = "mm_processor_kwargs.min_pixels"
+        raise BadRequest(f"'{param}' is more than 'max_pixels'.", param, "invalid_value")
+    frames = {} if processing is None else _set(fps=processing.fps)
+    if reading is not None and reading.video is not None:
+        frames |= _set(num_frames=reading.video.num_frames, fps=reading.video.fps)
+    return {IMAGE: pixels, VIDEO: pixels | frames, AUDIO: {}}
+
+
+def media_part(part: MessagePart, where: str, options: MediaOptions) -> dict[str, Any]:
+    """Lower a part whose type is one of `MEDIA_PARTS`. Raises `BadRequest`."""
+    kind, fields = MEDIA_PARTS[part.type]
+    given = next((value for name in fields if (value := getattr(part, name)) is not None), None)
+    if isinstance(given, AudioData):
+        return by_base64(kind, given.data, where)
+    if given is None:
+        raise missing_parameter(f"{where}.{fields[0]}")
+    url, detail = (given.url, given.detail) if isinstance(given, MediaLink) else (given, None)
+    if kind == IMAGE:
+        own = detail_options(detail or part.detail, f"{where}.detail")
+        return by_url(kind, url, where, merged(own, options[kind]))
+    return by_url(kind, url, where, options[kind])
+
+
+def file_part(part: MessagePart, where: str, options: MediaOptions) -> dict[str, Any]:
+    """Lower a part with a PDF. Raises `BadRequest`."""
+    if part.file is None:
+        raise missing_parameter(f"{where}.file")
+    if part.file.file_id is not None:
+        raise Unsupported("There are no uploaded files here: send the file as base64.", f"{where}.file.file_id")
+    if part.file.file_data is None:
+        raise missing_parameter(f"{where}.file.file_data")
+    return document(part.file.file_data, part.file.filename or "", where, options[IMAGE])
+
+
+def _set(**options: float | None) -> Options:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def turns(messages: Sequence[RequestMessage], options: MediaOptions = NO_OPTIONS) -> list[dict[str, Any]]:
+    """Lower a conversation.
+
+    Each tool result gets the name of the called tool. `options` apply to all media. Raises `BadRequest`.
+    """
+    # Legacy function calls have no ids. Each call gets one here, and so does its result.
+    legacy: dict[str, str] = {}
+    return named_results(
+        [_turn(message, f"messages[{index}]", legacy, options) for index, message in enumerate(messages)]
+    )
+
+
+def _turn(message: RequestMessage, where: str, legacy: dict[str, str], options: MediaOptions) -> dict[str, Any]:
+    if message.role not in ROLES:
+        raise invalid_choice(message.role, ROLES, f"{where}.role")
+    if message.audio is not None:
+        raise Unsupported("Audio is not supported.", f"{where}.audio")
+    if message.role == "assistant":
+        return _assistant(message, where, legacy)
+    if message.tool_calls or message.function_call:
+        raise BadRequest("Only the assistant calls tools.", f"{where}.tool_calls", "invalid_value")
+    if message.role == "tool":
+        if message.tool_call_id is None:
+            raise missing_parameter(f"{where}.tool_call_id")
+        content = _content(message.content, where, options)
+        return canonical.tool_result(message.tool_call_id, message.name or "", content)
+    if message.role == "function":
+        if message.name is None:
+            raise missing_parameter(f"{where}.name")
+        call_id = legacy.get(message.name, f"call_{message.name}")
+        return canonical.tool_result(call_id, message.name, _content(message.content, where, options))
+    if message.content is None:
+        raise missing_parameter(f"{where}.content")
+    content = _content(message.content, where, options)
+    is_user = message.role == "user"
+    # Templates expect the role "system", which OpenAI now calls "developer".
+    turn = canonical.user(content) if is_user else canonical.system(canonical.only_text(content, where))
+    return turn if message.name is None else {**turn, "name": message.name}
+
+
+def _assistant(message: RequestMessage, where: str, legacy: dict[str, str]) -> dict[str, Any]:
+    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    calls = [_call(spec, f"{where}.tool_calls[{at}]") for at, spec in enumerate(message.tool_calls or ())]
+    if message.function_call is not None:
+        function = message.function_call
+        legacy[function.name] = f"call_{len(legacy)}_{function.name}"
+        calls.append(Call(legacy[function.name], function.name, arguments_text(function.arguments)))
+    text = canonical.only_text(_content(message.content, where, NO_OPTIONS), where)
+    # An answer that refuses has its text in `refusal`, beside an empty content.
+    turn = canonical.assistant("\n".join(filter(None, (text, message.refusal))), calls, reasoning)
+    return turn if message.name is None else {**turn, "name": message.name}
+
+
+def _call(spec: CallSpec, where: str) -> Call:
+    if spec.type != "function":
+        raise Unsupported(f"Calls of type {spec.type!r} are not supported on this endpoint.", f"{where}.type")
+    if spec.function is None:
+        raise missing_parameter(f"{where}.function")
+    return Call(spec.id, spec.function.name, arguments_text(spec.function.arguments))
+
+
+def _content(content: str | list[MessagePart] | None, where: str, options: MediaOptions) -> Content:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts = (_part(part, f"{where}.content[{index}]", options) for index, part in enumerate(content))
+    return canonical.content(parts, "")
+
+
+def _part(part: MessagePart, where: str, options: MediaOptions) -> str | dict[str, Any]:
+    if part.type in TEXT_PARTS:
+        if part.text is None:
+            raise missing_parameter(f"{where}.text")
+        return part.text
+    if part.type == "refusal":
+        if part.refusal is None:
+            raise missing_parameter(f"{where}.refusal")
+        return part.refusal
+    if part.type in MEDIA_PARTS:
+        return media_part(part, where, options)
+    if part.type == "file":
+        return file_part(part, where, options)
+    if part.type == "input_file":
+        raise Unsupported("'input_file' belongs to the Responses API; a chat has files as parts of type 'file'.", where)
+    raise BadRequest(f"Invalid value for '{where}.type': {part.type[:50]!r}.", f"{where}.type", "invalid_value")
+
+
+# Longer names and more characters than OpenAI's are accepted, because gateways to other servers put paths into names.
+_NAME: Final = re.compile(r"[\w.\-:/@$]{1,128}")
+
+
+class _FunctionName(Struct, frozen=True):
+    name: str
+
+
+class _AllowedTools(Struct, frozen=True):
+    mode: str = "auto"
+    tools: list[dict[str, Any]] = []
+
+
+class _ChoiceSpec(Struct, frozen=True):
+    """`{"type": "function", "function": {"name": …}}`, `allowed_tools`, both without the inner object, or a mode."""
+
+    type: str
+    function: _FunctionName | None = None
+    name: str | None = None
+    allowed_tools: _AllowedTools | None = None
+    mode: str = "auto"
+    tools: list[dict[str, Any]] | None = None
+
+
+def lower_tools(request: ChatCompletionRequest) -> ToolPolicy:
+    """Lower tools and the tool choice. Raises `BadRequest`."""
+    if request.functions:
+        if request.tools:
+            raise BadRequest("'functions' and 'tools' exclude each other.", "functions", "invalid_value")
+        return _legacy(request.functions, request.function_call)
+    if request.function_call not in (None, "none", "auto"):
+        raise BadRequest("'function_call' needs 'functions'.", "function_call", "invalid_value")
+    tools = [lower_tool(spec, f"tools[{index}]") for index, spec in enumerate(request.tools or ())]
+    use = _choose(tools, request.tool_choice, request.parallel_tool_calls is not False)
+    return use.check("tool_choice")
+
+
+def _legacy(functions: Sequence[FunctionSpec], call: Any) -> ToolPolicy:
+    """Lower legacy functions. With them, an answer has at most one call."""
+    tools = tuple(_function(spec, f"functions[{index}]") for index, spec in enumerate(functions))
+    if isinstance(call, dict):
+        name = converted(call, _FunctionName, "function_call").name
+        return ToolPolicy(tools, ToolMode.NAMED, name, is_parallel=False).check("function_call")
+    if call not in (None, "none", "auto"):
+        raise BadRequest(f"Invalid value for 'function_call': {_shown(call)}.", "function_call", "invalid_value")
+    return ToolPolicy(tools, TOOL_MODES[call or "auto"], is_parallel=False).check("functions")
+
+
+def lower_tool(spec: ToolSpec, where: str) -> FunctionTool:
+    """Lower a function that the model may call. Raises `BadRequest`."""
+    if spec.type != "function":
+        raise Unsupported(f"Tools of type {spec.type!r} are not supported on this endpoint.", f"{where}.type")
+    if spec.function is None:
+        raise missing_parameter(f"{where}.function")
+    return _function(spec.function, f"{where}.function")
+
+
+def _function(spec: FunctionSpec, where: str) -> FunctionTool:
+    if not _NAME.fullmatch(spec.name):
+        message = f"Invalid value for '{where}.name': expected letters, digits, '_' and '-', at most 128."
+        raise BadRequest(message, f"{where}.name", "invalid_value")
+    parameters = sendable(spec.parameters or {}, f"{where}.parameters")
+    return FunctionTool(spec.name, spec.description or "", parameters, bool(spec.strict))
+
+
+def _choose(tools: list[FunctionTool], choice: Any, is_parallel: bool) -> ToolPolicy:
+    if choice is None or isinstance(choice, str):
+        return ToolPolicy(tuple(tools), _mode(choice or "auto", "tool_choice"), is_parallel=is_parallel)
+    if not isinstance(choice, dict):
+        raise BadRequest(f"Invalid value for 'tool_choice': {_shown(choice)}.", "tool_choice", "invalid_value")
+    spec = converted(cast("dict[str, Any]", choice), _ChoiceSpec, "tool_choice")
+    match spec.type:
+        case mode if mode in TOOL_MODES:
+            return ToolPolicy(tuple(tools), TOOL_MODES[mode], is_parallel=is_parallel)
+        case "function":
+            name = spec.function.name if spec.function is not None else spec.name
+            if name is None:
+                raise missing_parameter("tool_choice.function")
+            return ToolPolicy(tuple(tools), ToolMode.NAMED, name, is_parallel)
+        case "allowed_tools":
+            allowed = spec.allowed_tools
+            if allowed is None:
+                if spec.tools is None:
+                    raise missing_parameter("tool_choice.allowed_tools")
+                allowed = _AllowedTools(spec.mode, spec.tools)
+            return _allow(tools, allowed, is_parallel)
+        case kind:
+            raise invalid_choice(kind, (*TOOL_MODES, "function", "allowed_tools"), "tool_choice.type")
+
+
+def _allow(tools: list[FunctionTool], allowed: _AllowedTools, is_parallel: bool) -> ToolPolicy:
+    """Return a policy that shows only the allowed tools to the model."""
+    where = "tool_choice.allowed_tools"
+    names: set[str] = set()
+    for index, raw in enumerate(allowed.tools):
+        spec = converted(raw, _ChoiceSpec, f"{where}.tools[{index}]")
+        names.add(spec.function.name if spec.function is not None else spec.name or "")
+    if unknown := names - {tool.name for tool in tools}:
+        raise BadRequest(f"There is no tool named {min(unknown)[:100]!r}.", f"{where}.tools", "invalid_value")
+    kept = tuple(tool for tool in tools if tool.name in names)
+    return ToolPolicy(kept, _mode(allowed.mode, f"{where}.mode"), is_parallel=is_parallel)
+
+
+def _mode(word: str, param: str) -> ToolMode:
+    if word not in TOOL_MODES:
+        raise invalid_choice(word, TOOL_MODES, param)
+    return TOOL_MODES[word]
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:60]
+
 
 # Arguments that clients may not set: the worker itself passes them to the template, or they change how the template is
 # called.

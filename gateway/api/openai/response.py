@@ -1,17 +1,109 @@
-"""Answers of OpenAI's chat and text completions. A struct's tag is the first field in its JSON."""
+"""Answers of OpenAI's chat and text completions. A struct's tag is the first field in its JSON.
+
+Server-sent events of OpenAI's streams, and a base class for its stream encoders.
+
+Log-probabilities of prompt tokens as vLLM sends them: null for the first token, then an object by token id.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, cast
+from typing import Annotated, Any, Final, cast
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from gateway.api.common.extras import Extras
-from gateway.api.openai.prompt_logprobs import LOGPROB_MIN, PromptLogprobs
-from protocol.from_worker import Finish, Progress, TokenLogprob, Usage
+from gateway.api.common.request_fields import Extras, shape
+from gateway.errors import ApiError, BadRequest, openai_body
+from protocol.from_worker import Finish, Progress, PromptLogprob, TokenLogprob, Usage
 
 _encode: Final = msgspec.json.Encoder().encode
+
+
+class EventEncoder:
+    """Default methods of a `StreamEncoder` for a request with one sequence and no events before its first delta."""
+
+    def bind(self, rids: Sequence[int]) -> None:
+        """Ignore the request id, because a request has only one."""
+
+    def begin(self, prompt_tokens: int) -> bytes:
+        return b""
+
+    def keepalive(self) -> bytes:
+        return b": keepalive\n\n"
+
+    def error(self, error: ApiError) -> bytes | None:
+        return b"data: " + openai_body(error) + b"\n\n"
+
+
+def event(data: Struct) -> bytes:
+    """Encode one event."""
+    return b"data: " + _encode(data) + b"\n\n"
+
+
+def check_progress(wants_progress: bool | None, *, is_stream: bool) -> None:
+    """Raises `BadRequest` if progress is requested without a stream."""
+    if wants_progress and not is_stream:
+        message = "'return_progress' needs 'stream': true: a whole answer has no place for progress."
+        raise BadRequest(message, "return_progress", "invalid_value")
+
+
+# OpenAI's substitute for minus infinity, which JSON cannot express.
+LOGPROB_MIN: Final = -9999.0
+
+_FORM: Final[dict[str, Any]] = {
+    "type": "array",
+    "items": {
+        "type": ["object", "null"],
+        "additionalProperties": {
+            "type": "object",
+            "properties": {
+                "logprob": {"type": "number"},
+                "rank": {"type": "integer"},
+                "decoded_token": {"type": "string"},
+            },
+        },
+    },
+}
+
+# The entries are kept as JSON, because those of a long prompt would take megabytes as objects.
+PromptLogprobs = Annotated[Raw | UnsetType, shape(_FORM)]
+
+
+class RankedLogprob(Struct, frozen=True):
+    """One candidate token: its log-probability, its rank (1 is the likeliest), and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+def encode_entries(entries: Sequence[PromptLogprob]) -> bytes:
+    """Encode one or more entries as JSON, without the brackets around the list."""
+    return _encode([_entry(each) for each in entries])[1:-1]
+
+
+def whole(parts: Sequence[bytes]) -> Raw:
+    """Join encoded parts into the whole list."""
+    return Raw(b"[" + b",".join(parts) + b"]")
+
+
+def _entry(entry: PromptLogprob) -> dict[int, RankedLogprob] | None:
+    """Return an object with the prompt's own token and the likeliest tokens; None for a prompt's first token."""
+    if not entry.rank:
+        return None
+    named = {entry.id: _ranked(entry.token, entry.logprob, entry.rank)}
+    rank, last = 0, float("nan")
+    for at, (token, text, logprob) in enumerate(entry.top, 1):
+        # Equally likely tokens share a rank.
+        rank, last = (rank if logprob == last else at), logprob
+        named.setdefault(token, _ranked(text, logprob, rank))
+    return named
+
+
+def _ranked(token: bytes, logprob: float, rank: int) -> RankedLogprob:
+    # NaN, which JSON cannot express either, also fails the comparison and becomes LOGPROB_MIN.
+    return RankedLogprob(logprob if logprob > LOGPROB_MIN else LOGPROB_MIN, rank, token.decode("utf-8", "replace"))
+
 
 # Only answers to requests for token ids have this field. It is vLLM's.
 TokenIds = Sequence[int] | UnsetType

@@ -1,4 +1,9 @@
-"""`/v1/responses`: create responses by HTTP and WebSocket; retrieve, delete, cancel and compact them, count tokens."""
+"""`/v1/responses`: create responses by HTTP and WebSocket; retrieve, delete, cancel and compact them, count tokens.
+
+Answers with responses and their input items. Each answer is encoded once for all clients that read it.
+
+Compaction of a conversation: the user's messages, and the model's summary of the rest.
+"""
 
 import secrets
 import time
@@ -13,45 +18,211 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api.common import serve
 from gateway.api.common.canonical import with_thinking
-from gateway.api.common.extras import extras_of
+from gateway.api.common.request_fields import extras_of
 from gateway.api.common.thinking import lower_thinking
 from gateway.api.responses import response as out
-from gateway.api.responses.background import EVENTS_GONE_MESSAGE, Background, Backgrounds, keep_nothing
-from gateway.api.responses.compact import SummaryFold, summary_request
-from gateway.api.responses.diagnostics import diagnostics_of
-from gateway.api.responses.echo import echo, large_bytes, with_large_encoded
-from gateway.api.responses.encoder import ResponseEncoder, ResponseRun
-from gateway.api.responses.history import ResponseHistory, id_of, numbered, stem_of, with_stored_media
+from gateway.api.responses.background import (
+    EVENTS_GONE_MESSAGE,
+    Background,
+    Backgrounds,
+    failed_by_restart,
+    keep_nothing,
+)
+from gateway.api.responses.encoder import (
+    ResponseEncoder,
+    ResponseRun,
+    diagnostics_of,
+    echo,
+    large_bytes,
+    with_large_encoded,
+)
+from gateway.api.responses.history import (
+    ResponseHistory,
+    has_ended,
+    id_of,
+    inputs_of,
+    numbered,
+    stem_of,
+    with_stored_media,
+)
 from gateway.api.responses.items import ResponseOutput
-from gateway.api.responses.journal import ResponseJournals
-from gateway.api.responses.journal_records import JournaledRequest
-from gateway.api.responses.lowering import lower_prompt, lower_responses, prewarming
+from gateway.api.responses.journal import JournaledRequest, ResponseJournals
+from gateway.api.responses.lowering import lower_prompt, lower_responses, prewarming, seal
 from gateway.api.responses.request import (
+    ContentPart,
     InputItem,
     InputTokensRequest,
     ResponsesRequest,
+    Toolbox,
     decode_count,
     decode_create,
     decode_responses,
+    toolbox,
 )
 from gateway.api.responses.response_socket import ResponseSockets
 from gateway.api.responses.resumption import Resumption
-from gateway.api.responses.retrieval import Retrieval
 from gateway.api.responses.socket_turn import SocketTurn, turn_of
-from gateway.api.responses.store import STORE_AGE_S, Store
-from gateway.api.responses.tools import Toolbox, toolbox
+from gateway.api.responses.store import STORE_AGE_S, Store, StoredResponse
 from gateway.config.settings import Config, ModelConfig, ServerConfig
-from gateway.disk import SYSTEM_DISK, Disk
+from gateway.disk_and_clock import SYSTEM_DISK, Disk, MakeThread, single_thread
 from gateway.errors import ApiError, BadRequest
+from gateway.http.bodies import SharedAnswers, reserve, send_body
 from gateway.http.direct_write import writer_of
-from gateway.http.exchange import send_body
-from gateway.http.request_body import reserve
 from gateway.http.sse import cut_off
-from gateway.request.record import RequestRecord, record_of
+from gateway.request.record import Header, RequestRecord, record_of
 from gateway.services import Services
-from gateway.single_thread import MakeThread, single_thread
+from protocol.from_worker import Delta, DeltaKind, Usage
 from protocol.prompts import ChatPrompt, Media
 from protocol.to_worker import Generate
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Retrieval:
+    """Sends responses or their items. Methods raise `Unavailable` if there is no memory for the answer."""
+
+    def __init__(self, services: Services, history: ResponseHistory) -> None:
+        self._services = services
+        self._history = history
+        self._answers = SharedAnswers(services.bodies)
+
+    async def send_state(
+        self, run: ResponseRun, state: out.Response, record: RequestRecord, send: Send, headers: Sequence[Header] = ()
+    ) -> None:
+        """Send the current state of a response."""
+        size = run.size_bytes
+        make = partial(self._services.bodies.work, size, _encode, state)
+        key = (state.id, state.status, run.output.deltas)
+        async with self._answers.reading(record, key, size, make) as body:
+            await send_body(send, 200, body, [*headers])
+
+    async def send_stored(self, response_id: str, record: RequestRecord, send: Send) -> None:
+        """Send a stored response. Raises `ResponseNotFound`."""
+        tenant = record.caller.owner
+        size = (await self._history.sizes(tenant, response_id)).body_bytes
+
+        async def make() -> bytes:
+            stored = await self._history.get(tenant, response_id)
+            return await self._services.bodies.work(size, _ended, stored)
+
+        async with self._answers.reading(record, (response_id, size), size, make) as body:
+            await send_body(send, 200, body)
+
+    async def send_events(self, background: Background, after: int, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events after event number `after`. Raises `BadRequest`."""
+        record, events = record_of(scope), background.events
+        write_timeout_s = self._services.config.server.write_timeout_s
+        # Readers may keep the fields in memory after the response was dropped.
+        async with self._answers.reading(record, (background.id, "echo"), events.echo_bytes, _no_copy):
+            await background.answer(after, scope, receive, send, write_timeout_s)
+
+    async def send_items(
+        self, response_id: str, query: QueryParams, limit: int, record: RequestRecord, send: Send
+    ) -> None:
+        """Send a page of the input items, including the conversation before the response.
+
+        Raises `ResponseNotFound` and `BadRequest`.
+        """
+        tenant, history, work = record.caller.owner, self._history, self._services.bodies.work
+        sizes = await history.sizes(tenant, response_id)
+
+        async def make() -> bytes:
+            before = await history.before(record, sizes.previous)
+            record.body_bytes += sizes.inputs_bytes
+            await reserve(record, min(record.body_bytes, self._services.bodies.largest_bytes()))
+            stored = await history.get(tenant, response_id)
+            page = await work(record.body_bytes, _page, before, stored, query, limit)
+            assert record.lease is not None, "the middleware makes one for each request"
+            # The memory of the items is freed here; the page has its own reservation.
+            record.lease.close()
+            return page
+
+        key = (response_id, query.get("order"), query.get("after"), limit)
+        async with self._answers.reading(record, key, 0, make) as body:
+            await send_body(send, 200, body)
+
+
+async def _no_copy() -> bytes:
+    return b""
+
+
+def _ended(stored: StoredResponse) -> bytes:
+    return stored.body if has_ended(stored) else failed_by_restart(stored.body)
+
+
+def _page(before: list[InputItem], stored: StoredResponse, query: QueryParams, limit: int) -> bytes:
+    """Return a page of input items, by default the newest first. Raises `BadRequest`."""
+    order, after = query.get("order", "desc"), query.get("after")
+    if order not in ("asc", "desc"):
+        raise BadRequest("Invalid value for 'order': expected asc or desc.", "order", "invalid_value")
+    items = [*before, *inputs_of(stored)]
+    ordered = items if order == "asc" else items[::-1]
+    if after is not None:
+        places = [index for index, item in enumerate(ordered) if item.id == after]
+        if not places:
+            raise BadRequest(f"There is no item {after[:100]!r} here.", "after", "invalid_value")
+        ordered = ordered[places[-1] + 1 :]
+    page = ordered[:limit]
+    ids = [item.id for item in page] or [None]
+    return _encode(out.ItemList(page, ids[0], ids[-1], len(ordered) > len(page)))
+
+
+SUMMARY_TOKENS_MAX: Final = 4096
+SUMMARY_INSTRUCTION: Final = (
+    "Summarize our conversation so far, for yourself: from now on you will see your summary and my messages only. "
+    "Keep what is needed to go on: decisions, facts, names of files, results of tools, and what is still to be done. "
+    "Answer with the summary alone."
+)
+
+
+def summary_request(request: InputTokensRequest) -> ResponsesRequest:
+    """Return the request for a summary of the conversation of `request`, without tools or reasoning."""
+    return ResponsesRequest(
+        model=request.model,
+        instructions=request.instructions,
+        input=SUMMARY_INSTRUCTION,
+        reasoning_effort="none",
+        max_output_tokens=SUMMARY_TOKENS_MAX,
+        store=False,
+    )
+
+
+class SummaryFold:
+    """`Fold` that collects the model's summary. The answer has the summary and the user's messages of the
+    conversation.
+    """
+
+    def __init__(self, conversation: Sequence[InputItem]) -> None:
+        self._conversation = conversation
+        self._texts: list[str] = []
+        self._usage = Usage(0, 0, 0)
+
+    def bind(self, rids: Sequence[int]) -> None:
+        assert len(rids) == 1, "a summary is one sequence"
+
+    def add(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            if delta.kind is DeltaKind.TEXT:
+                self._texts.append(delta.text)
+            if delta.usage is not None:
+                self._usage = delta.usage
+
+    def result(self) -> bytes:
+        stem = secrets.token_hex(20)
+        kept = [
+            _listed(item)
+            for item in numbered(self._conversation, stem)
+            if item.kind == "message" and item.role == "user"
+        ]
+        summary = InputItem("compaction", f"cmp_{stem}", encrypted_content=seal("".join(self._texts)))
+        usage = out.ResponseUsage.of(self._usage)
+        return _encode(out.CompactedResponse(id_of(stem), serve.now(), [*kept, summary], usage))
+
+
+def _listed(item: InputItem) -> InputItem:
+    content = [ContentPart("input_text", item.content)] if isinstance(item.content, str) else item.content
+    return msgspec.structs.replace(item, content=content, status="completed")
+
 
 T = TypeVar("T", bound=InputTokensRequest)
 
@@ -59,8 +230,6 @@ ITEMS_MAX: Final = 100
 ITEMS_DEFAULT: Final = 20
 EVENT_NUMBER_DIGITS_MAX: Final = 12
 SEALED: Final = "reasoning.encrypted_content"
-
-_encode = msgspec.json.Encoder().encode
 
 
 class Responses:

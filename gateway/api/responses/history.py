@@ -8,14 +8,20 @@ import msgspec
 from msgspec import UNSET, Struct
 
 from gateway.api.common.canonical import arguments_text
-from gateway.api.openai.message_part import AudioData
+from gateway.api.openai.request import AudioData
 from gateway.api.responses import response as out
 from gateway.api.responses.lowering import FOREIGN_ITEMS, unseal
 from gateway.api.responses.request import ContentPart, InputItem
-from gateway.api.responses.response_database import ResponseDatabase, StoredResponse, StoredSizes, StoredTooLarge
-from gateway.api.responses.store import Store, StoreBroken
+from gateway.api.responses.store import (
+    ResponseDatabase,
+    Store,
+    StoreBroken,
+    StoredResponse,
+    StoredSizes,
+    StoredTooLarge,
+)
 from gateway.errors import ApiError, BadRequest, Unavailable
-from gateway.http.request_body import reserve
+from gateway.http.bodies import reserve
 from gateway.media.reference import stored_url
 from gateway.request.record import RequestRecord
 from protocol.codec import MAX_FRAME_BYTES

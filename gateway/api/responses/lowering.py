@@ -12,20 +12,20 @@ from msgspec import UNSET
 from gateway.api.common import canonical
 from gateway.api.common.canonical import Call, Content, arguments_text
 from gateway.api.common.constraints import response_format
-from gateway.api.common.drafts import most_drafted, sparse_keep
-from gateway.api.common.prompt_cache import is_prewarm
-from gateway.api.common.sampling import sampling_values
+from gateway.api.common.request_fields import is_prewarm, most_drafted, sampling_values, sparse_keep
 from gateway.api.common.thinking import lower_thinking
 from gateway.api.openai.lowering import derive_seed, template_kwargs
 from gateway.api.responses.request import (
+    INPUT,
     ROLES,
     ContentPart,
     InputItem,
     InputTokensRequest,
     ResponsesRequest,
     TextFormat,
+    Toolbox,
+    flat_name,
 )
-from gateway.api.responses.tools import INPUT, Toolbox, flat_name
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest, Unsupported, invalid_choice, missing_parameter
 from gateway.media.reference import AUDIO, IMAGE, VIDEO, by_base64, by_url, detail_options, document

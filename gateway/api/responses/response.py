@@ -6,7 +6,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from gateway.api.common.extras import Extras
+from gateway.api.common.request_fields import Extras
 from gateway.api.openai.response import ContentLogprob
 from gateway.api.responses.request import InputItem as InputItem
 from gateway.errors import ApiError

@@ -11,13 +11,18 @@ from starlette.types import Scope
 from websockets.frames import CloseCode
 
 from gateway.api.responses import response as out
-from gateway.api.responses.socket_events import (
+from gateway.api.responses.socket_turn import (
     KINDS,
     ClientEvent,
+    ConversationMemory,
     RequiredOutput,
+    SocketExchange,
+    SocketHistory,
+    SocketTurn,
     SteerAccepted,
     SteerErrorInfo,
     SteerFailed,
+    SteerInput,
     SteerPending,
     SteerTarget,
     UncommittedSteer,
@@ -27,8 +32,6 @@ from gateway.api.responses.socket_events import (
     input_of,
     messages_of,
 )
-from gateway.api.responses.socket_history import ConversationMemory, SocketHistory
-from gateway.api.responses.socket_turn import SocketExchange, SocketTurn, SteerInput
 from gateway.errors import ApiError, BadRequest, Cancelled, Overloaded, Unavailable, invalid_choice
 from gateway.http.websocket import GuardedWebSocket, IncomingMessage, websocket_of
 from gateway.request.admission import DRAIN_RETRY_AFTER_S

@@ -14,24 +14,21 @@ import msgspec
 
 from gateway.api.common import serve
 from gateway.api.responses.background import Background, Backgrounds
-from gateway.api.responses.echo import large_bytes, with_large_encoded
-from gateway.api.responses.encoder import ResponseRun
+from gateway.api.responses.encoder import ResponseRun, large_bytes, with_large_encoded
 from gateway.api.responses.history import ResponseHistory, ResponseNotFound, has_ended, stem_of
 from gateway.api.responses.items import ResponseOutput
-from gateway.api.responses.journal import ResponseJournals
-from gateway.api.responses.journal_records import (
+from gateway.api.responses.journal import (
     LOST_BEGIN,
     BeginRecord,
     ContentRecord,
     DeltaRecord,
     JournaledRequest,
     NotUnderstood,
+    ResponseJournals,
     ShutdownRecord,
     StartRecord,
 )
-from gateway.api.responses.journal_records import (
-    Record as JournalRecord,
-)
+from gateway.api.responses.journal import Record as JournalRecord
 from gateway.errors import ApiError, Unauthorized, Unavailable
 from gateway.request.generation import Generation
 from gateway.request.record import RequestRecord

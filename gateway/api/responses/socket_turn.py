@@ -1,30 +1,281 @@
-"""One response of a WebSocket: its request to the app, as a `POST` would be, and the input that steers it."""
+"""One response of a WebSocket: its request to the app, as a `POST` would be, and the input that steers it.
+
+Messages on a WebSocket: what clients send, and what is sent besides the events of a response's stream.
+
+Conversations that a WebSocket can continue although they are not stored: the newest of each stream, in memory.
+"""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, Literal
 
 import msgspec
-from msgspec import Raw
+from msgspec import UNSET, Raw, Struct, UnsetType
 from starlette.types import Message, Scope
 
 from gateway.api.responses import response as out
 from gateway.api.responses.encoder import ResponseEncoder, ResponseRun
-from gateway.api.responses.request import InputItem, ResponsesRequest
-from gateway.api.responses.socket_events import (
-    DATA,
-    EVENT_END,
-    additions,
-    error_message,
-    messages_of,
-    with_fields,
-)
-from gateway.api.responses.socket_history import SocketConversation, SocketHistory, as_input
+from gateway.api.responses.request import ContentPart, InputItem, ResponsesRequest
+from gateway.errors import ApiError, BadRequest, error_headers, missing_parameter, openai_body
 from gateway.http.direct_write import KEY as WRITER_KEY
 from gateway.http.websocket import GuardedWebSocket
 from gateway.request.body_memory import BodyLease
 from gateway.request.record import Header
+
+KINDS: Final = ("response.create", "response.steer", "response.cancel")
+STREAM_ID: Final = re.compile(r"[A-Za-z0-9_.-]{1,256}")
+# Headers of an answer that say something about this answer, not about its transport.
+_ABOUT_ANSWER: Final = (b"x-request-id", b"x-mlxd-", b"x-ratelimit-", b"retry-after", b"x-should-retry")
+DATA: Final = b"\ndata: "
+EVENT_END: Final = b"\n\n"
+
+
+class ClientEvent(Struct, frozen=True):
+    """A client's message, as far as it must be read to know what to do with it."""
+
+    type: str = ""
+    stream_id: str | None = None
+    previous_response_id: str | None = None
+    response_id: str | None = None
+
+
+class SteeringMessage(Struct, frozen=True, forbid_unknown_fields=True):
+    """A user's message of `response.steer`."""
+
+    role: Literal["user"]
+    content: str | list[ContentPart]
+    type: Literal["message"] = "message"
+    id: str | None = None
+    status: str | None = None
+
+
+class SteerRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """Message of the type `response.steer`."""
+
+    type: str
+    previous_response_id: str
+    input: str | list[SteeringMessage]
+
+
+class SteerTarget(Struct, frozen=True):
+    id: str
+    previous_response_id: str
+
+
+class UncommittedSteer(Struct, frozen=True):
+    previous_response_id: str
+    input: Raw
+    id: str | UnsetType = UNSET
+
+
+class SteerAccepted(Struct, frozen=True, tag="response.steer.accepted"):
+    steer: SteerTarget
+
+
+class RequiredOutput(Struct, frozen=True):
+    """Form of an item that the client fills in with the result of a call."""
+
+    type: str
+    call_id: str
+    name: str | UnsetType = UNSET
+
+
+class SteerPending(Struct, frozen=True, tag="response.steer.pending"):
+    steer: SteerTarget
+    required_input: Sequence[RequiredOutput]
+    reason: str = "waiting_for_required_input"
+
+
+class SteerErrorInfo(Struct, frozen=True):
+    code: str
+    message: str
+    type: str = "invalid_request_error"
+
+
+class SteerFailed(Struct, frozen=True, tag="response.steer.failed"):
+    steer: UncommittedSteer
+    error: SteerErrorInfo
+
+
+_event = msgspec.json.Decoder(ClientEvent)
+_steer = msgspec.json.Decoder(SteerRequest)
+_fields = msgspec.json.Decoder(dict[str, Raw])
+_encode = msgspec.json.Encoder().encode
+
+
+def decode_event(message: str) -> tuple[ClientEvent, bytes]:
+    """Return a client's event and its bytes. Raises `BadRequest`."""
+    data = message.encode()
+    try:
+        event = _event.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        what = str(error).replace("`", "'") if isinstance(error, msgspec.DecodeError) else "it is nested too deeply"
+        raise BadRequest(f"The message is not a valid event: {what}.", code="invalid_event") from None
+    if not event.type:
+        raise missing_parameter("type")
+    if event.stream_id is not None and not STREAM_ID.fullmatch(event.stream_id):
+        message = "'stream_id' must have 1 to 256 letters, digits, underscores, hyphens or periods."
+        raise BadRequest(message, "stream_id", "invalid_stream_id")
+    return event, data
+
+
+def decode_steer(data: bytes) -> tuple[list[InputItem], Raw]:
+    """Return the new input of a `response.steer`, as items and as it was sent. Raises `BadRequest`."""
+    try:
+        request = _steer.decode(data)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"Invalid steering: {str(error).replace('`', chr(39))}.", code="invalid_input") from None
+    if not request.input:
+        raise BadRequest("Invalid steering: 'input' is empty.", "input", "invalid_input")
+    if isinstance(request.input, str):
+        items = [InputItem("message", role="user", content=[ContentPart("input_text", request.input)])]
+    else:
+        items = [InputItem("message", each.id, each.role, each.content) for each in request.input]
+    return items, input_of(data)
+
+
+def input_of(data: bytes) -> Raw:
+    """Return the `input` of an event as it was sent; null if it has none."""
+    return _fields.decode(data).get("input", Raw(b"null"))
+
+
+def messages_of(events: bytes, stream_id: str, headers: Iterable[Header] = ()) -> Iterator[bytes]:
+    """Yield the server-sent events of a response as messages. The first one gets the answer's headers, and each one the
+    id of a named stream.
+    """
+    for event in events.split(EVENT_END):
+        _, mark, data = event.partition(DATA)
+        if mark:
+            yield with_fields(data, additions(stream_id, headers))
+            headers = ()
+
+
+def additions(stream_id: str, headers: Iterable[Header] = ()) -> dict[str, Any]:
+    """Return the fields that a message has besides those of its event."""
+    more: dict[str, Any] = {"headers": told} if (told := headers_about(headers)) else {}
+    return more | ({"stream_id": stream_id} if stream_id else {})
+
+
+def error_message(status: int, body: bytes, headers: Iterable[Header], stream_id: str | None) -> bytes:
+    """Return the event for an answer with an error's status."""
+    error: dict[str, Any] = msgspec.json.decode(body)["error"]
+    if told := headers_about(headers):
+        error["headers"] = told
+    more = {"stream_id": stream_id} if stream_id else {}
+    return _encode({"type": "error", "status": status, "error": error, **more})
+
+
+def error_event(error: ApiError, stream_id: str | None) -> bytes:
+    """Return the event of an error that no request has caused."""
+    return error_message(error.status, openai_body(error), error_headers(error), stream_id)
+
+
+def headers_about(headers: Iterable[Header]) -> dict[str, str]:
+    """Return the headers that clients of HTTP read beside an answer."""
+    return {name.decode(): value.decode() for name, value in headers if name.lower().startswith(_ABOUT_ANSWER)}
+
+
+def with_fields(data: bytes, more: dict[str, Any]) -> bytes:
+    """Return a JSON object, or its last piece, with more fields."""
+    return data[:-1] + b"," + _encode(more)[1:] if more else data
+
+
+# A failed response cannot be continued.
+_CONTINUED: Final = frozenset({"completed", "incomplete", "cancelled"})
+
+_items = msgspec.json.Decoder(list[InputItem])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SocketConversation:
+    """All items up to a response's last one, and their approximate size as JSON."""
+
+    response_id: str
+    items: list[InputItem]
+    size_bytes: int
+    lease: BodyLease
+
+
+class ConversationMemory:
+    """Memory of the conversations of all WebSockets, a part of that for request bodies. If there is no room, the oldest
+    conversations are dropped.
+    """
+
+    def __init__(self, lease: Callable[[], BodyLease], limit_bytes: Callable[[], int]) -> None:
+        self.lease = lease
+        self._limit_bytes = limit_bytes
+        self._used_bytes = 0
+        # Functions that drop the conversations, the oldest first.
+        self._kept: dict[SocketConversation, Callable[[], None]] = {}
+
+    def hold(self, kept: SocketConversation, drop: Callable[[], None]) -> bool:
+        """Reserve memory for a conversation. Returns False if there is none; `drop` must call `release` later."""
+        limit = self._limit_bytes()
+        while self._kept and self._used_bytes + kept.size_bytes > limit:
+            next(iter(self._kept.values()))()
+        if kept.size_bytes > limit or not kept.lease.hold(kept.size_bytes):
+            return False
+        self._kept[kept] = drop
+        self._used_bytes += kept.size_bytes
+        return True
+
+    def release(self, kept: SocketConversation) -> None:
+        del self._kept[kept]
+        self._used_bytes -= kept.size_bytes
+        kept.lease.close()
+
+
+class SocketHistory:
+    """The newest conversation of each stream of one WebSocket."""
+
+    def __init__(self, memory: ConversationMemory, owner: str) -> None:
+        self._memory = memory
+        self._owner = owner
+        self._newest: dict[str, SocketConversation] = {}
+
+    def find(self, response_id: str) -> SocketConversation | None:
+        """Return the conversation that ends with this response."""
+        return next((each for each in self._newest.values() if each.response_id == response_id), None)
+
+    def keep(self, stream: str, response: out.Response, before: list[InputItem], size_bytes: int) -> None:
+        """Keep a response that follows the items `before`, in place of the stream's earlier one.
+
+        If there is no memory for it, it cannot be continued.
+        """
+        if response.status not in _CONTINUED:
+            return
+        output = _encode(response.output)
+        lease = self._memory.lease()
+        lease.owner = self._owner
+        items = [*before, *_items.decode(output)]
+        kept = SocketConversation(response.id, items, size_bytes + len(output), lease)
+        self._drop(stream)
+        if self._memory.hold(kept, lambda: self._drop(stream)):
+            self._newest[stream] = kept
+
+    def evict(self, stream: str, response_id: str | None) -> None:
+        """Drop the stream's conversation if it ends with this response."""
+        kept = self._newest.get(stream)
+        if kept is not None and kept.response_id == response_id:
+            self._drop(stream)
+
+    def close(self) -> None:
+        """Drop all conversations."""
+        for stream in list(self._newest):
+            self._drop(stream)
+
+    def _drop(self, stream: str) -> None:
+        kept = self._newest.pop(stream, None)
+        if kept is not None:
+            self._memory.release(kept)
+
+
+def as_input(output: Sequence[out.Item]) -> list[InputItem]:
+    """Return output items in the form in which a client sends them back."""
+    return _items.decode(_encode(output))
+
 
 PATH: Final = "/v1/responses"
 KEY: Final = "mlxd.turn"

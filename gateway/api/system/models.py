@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.access.caller import Caller
 from gateway.api.common.catalog import Catalog, CatalogEntry
 from gateway.config.settings import SamplingDefaults
-from gateway.http.exchange import send_body
+from gateway.http.bodies import send_body
 from gateway.media.modalities import TEXT
 from gateway.request.record import record_of
 from gateway.workers.supervisor.state import State, WorkerView

@@ -10,10 +10,10 @@ from typing import Final
 from msgspec.structs import replace
 
 from gateway.api.openai.warm_prompts import UnusableWarmPrompt, read_warm_prompt
-from gateway.link.wire import WorkerGone
+from gateway.link.transport import WorkerGone
 from gateway.services import Services
-from gateway.workers.supervisor.handle import WorkerHandle
 from gateway.workers.supervisor.state import State
+from gateway.workers.supervisor.worker import WorkerHandle
 from protocol.codec import Unsendable
 from protocol.from_worker import Delta
 from protocol.to_worker import Generate

@@ -6,8 +6,8 @@ import typer
 
 from gateway.control_types import DaemonStatus
 from gateway.ctl import client
-from gateway.ctl.complete import Model
-from gateway.ctl.printing import Json, print_json
+from gateway.ctl.offline import Model
+from gateway.ctl.tables import Json, print_json
 from gateway.failed import CommandFailed
 from gateway.model_files.metadata import kind_of_files
 from protocol.kinds import EMBED, RERANK
@@ -54,9 +54,7 @@ def bench(
 
 def measure(model: str, rounds: list[int], prompt_tokens: int, tokens: int, requests: int) -> "list[Report]":
     """Run the benchmark once for each number of clients in `rounds` and return the reports. Raises `CommandFailed`."""
-    from gateway.ctl.bench.client import Target, run
-    from gateway.ctl.bench.closed_loop import CHAT, EMBEDDING, BenchLoad, BenchRequest, sweep
-    from gateway.ctl.bench.words import Prompts
+    from gateway.ctl.bench.closed_loop import CHAT, EMBEDDING, BenchLoad, BenchRequest, Prompts, Target, run, sweep
 
     kind = _kind(client.status(), model)
     if kind == RERANK:
@@ -89,8 +87,7 @@ def _kind(status: DaemonStatus, name: str) -> str:
 
 async def _tokens_per_word(load: "BenchLoad", tokens: int) -> float:
     """Send a first request to measure the tokens per word. It also warms the model up. Raises `CommandFailed`."""
-    from gateway.ctl.bench.closed_loop import BenchRequest, closed_loop, report
-    from gateway.ctl.bench.words import Prompts
+    from gateway.ctl.bench.closed_loop import BenchRequest, Prompts, closed_loop, report
 
     # The seed differs from that of the rounds, so that none of their prompts is cached.
     prompt = Prompts(seed=1).make(tokens)

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from gateway.ctl.printing import Json, print_json
-from gateway.state_dir.home_paths import default_home
+from gateway.ctl.tables import Json, print_json
+from gateway.state_dir import default_home
 
 if TYPE_CHECKING:
     from gateway.ctl.doctor.checks import DoctorFinding

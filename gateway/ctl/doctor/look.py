@@ -20,13 +20,13 @@ import psutil
 from gateway.config.certificate import CertificateUnusable, is_exposed, load
 from gateway.config.settings import CONFIG_NAME, Config, ConfigError, ServerConfig, TlsConfig
 from gateway.control_types import DaemonStatus
+from gateway.ctl import offline
 from gateway.ctl.client import deep_health
 from gateway.ctl.doctor import checks as doctor
 from gateway.ctl.doctor.checks import DoctorFinding
-from gateway.ctl.model_verbs import offline
 from gateway.failed import CommandFailed
 from gateway.media.modalities import expected
-from gateway.state_dir.home_paths import admin_socket, run_dir
+from gateway.state_dir import admin_socket, run_dir
 from protocol import __version__
 
 DISTRIBUTIONS: Final = ("mlxd", "mlx", "mlx-lm", "pyzmq", "msgspec", "uvicorn")

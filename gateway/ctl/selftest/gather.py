@@ -16,18 +16,16 @@ import httpx
 import psutil
 
 from gateway.control_types import CommandDone, UiCode
-from gateway.ctl import client
-from gateway.ctl.model_verbs import offline
+from gateway.ctl import client, offline
+from gateway.ctl.chat_verbs import running_daemon
 from gateway.ctl.selftest import verdicts
 from gateway.ctl.selftest.trial import Trial, at_home
-from gateway.ctl.talk.temporary_daemon import running_daemon
 from gateway.failed import CommandFailed
 from gateway.service import launchd
 from gateway.service.description import Scope, Service
-from gateway.service.executor import carry_out
-from gateway.service.installation import Installation, Owner, launcher
-from gateway.state_dir.home_paths import admin_socket
-from gateway.workers.power.keep_awake import LINGER_S
+from gateway.service.installer import Installation, Owner, carry_out, launcher
+from gateway.state_dir import admin_socket
+from gateway.workers.power import LINGER_S
 from protocol.sockets import IPC_PATH_MAX
 
 SYSCTL: Final = ("/usr/sbin/sysctl", "-n")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from gateway.ctl.printing import Json
+from gateway.ctl.tables import Json
 from gateway.failed import CommandFailed
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _chosen(names: Sequence[str]) -> Iterator["SelftestStep"]:
 
 def _installed_models() -> Iterator[tuple[str, str]]:
     """Yield names and paths of the models on this disk that generate text, of the user's home and hub cache."""
-    from gateway.ctl.model_verbs.offline import readable_config
+    from gateway.ctl.offline import readable_config
     from gateway.model_files.metadata import DEMOS, Unreadable, find, kind_of_files
     from protocol.kinds import TEXT
 

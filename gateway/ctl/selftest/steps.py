@@ -73,7 +73,7 @@ STEPS: Final[tuple[SelftestStep, ...]] = (
     SelftestStep(
         "footprint",
         "physical footprint by `proc_pid_rusage`",
-        "`worker/model/memory.py`, and of other processes `gateway/workers/supervisor/os_process.py`",
+        "`worker/model/memory.py`, and of other processes `gateway/workers/supervisor/child.py`",
         "both figures equal the output of `footprint PID` (on Linux, of `smaps_rollup`)",
         BOTH,
         gather.footprint,
@@ -82,7 +82,7 @@ STEPS: Final[tuple[SelftestStep, ...]] = (
     SelftestStep(
         "overhead",
         "Metal's own memory in a worker",
-        "`OVERHEAD_BYTES` in `gateway/model_files/worker_memory.py`",
+        "`OVERHEAD_BYTES` in `gateway/model_files/known_times.py`",
         "the footprint of a worker that has just loaded, less its weights, is under 128 MiB",
         MAC,
         gather.overhead,
@@ -118,7 +118,7 @@ STEPS: Final[tuple[SelftestStep, ...]] = (
     SelftestStep(
         "boot-id",
         "the boot identifier, for journals of background responses",
-        "`boot_id` in `gateway/disk.py`",
+        "`boot_id` in `gateway/disk_and_clock.py`",
         "`sysctl -n kern.bootsessionuuid` prints one value",
         BOTH,
         gather.boot_identifier,
@@ -127,7 +127,7 @@ STEPS: Final[tuple[SelftestStep, ...]] = (
     SelftestStep(
         "peer",
         "peer of the unix socket by `LOCAL_PEERCRED` and `LOCAL_PEERPID`",
-        "`gateway/control/audit_actor.py`",
+        "`gateway/control/commands.py`",
         "after a load, `mlxctl logs --audit` has the caller's `uid` and `pid`",
         BOTH,
         gather.peer_credentials,
@@ -136,7 +136,7 @@ STEPS: Final[tuple[SelftestStep, ...]] = (
     SelftestStep(
         "page",
         "the page, by `open`",
-        "`gateway/ctl/ui.py`, `gateway/web/entrance.py`",
+        "`gateway/ctl/ui.py`, `gateway/web/session.py`",
         "`open` starts a browser that logs in with the link within 20 s (on Linux, a request does)",
         BOTH,
         gather.open_page,
@@ -145,7 +145,7 @@ STEPS: Final[tuple[SelftestStep, ...]] = (
     SelftestStep(
         "desktop",
         "whether the Mac is in use",
-        "`gateway/workers/power/battery_and_display.py`",
+        "`gateway/workers/power.py`",
         "`ioreg -c IOHIDSystem`, `pmset -g batt` and `pmset -g therm` print what is parsed; whether "
         "`IODisplayWrangler` exists on Apple silicon (without it, the display counts as on)",
         MAC,
@@ -155,7 +155,7 @@ STEPS: Final[tuple[SelftestStep, ...]] = (
     SelftestStep(
         "awake",
         "staying awake",
-        "`gateway/workers/power/keep_awake.py`",
+        "`gateway/workers/power.py`",
         "`pmset -g assertions` shows the daemon's `caffeinate` after a request, and no longer 30 s later; nor after "
         "`kill -9` of the daemon",
         MAC,
@@ -166,7 +166,7 @@ STEPS: Final[tuple[SelftestStep, ...]] = (
     SelftestStep(
         "exit-watch",
         "worker exit by kqueue",
-        "`gateway/workers/supervisor/exit_watch.py`",
+        "`gateway/workers/supervisor/child.py`",
         "the gateway notices a `kill -9` of a worker within 500 ms (100 are expected; without the event it takes "
         "seconds)",
         BOTH,
@@ -185,7 +185,7 @@ STEPS: Final[tuple[SelftestStep, ...]] = (
     SelftestStep(
         "adoption",
         "a process's start time since the boot by `proc_pid_rusage`",
-        "`gateway/workers/supervisor/os_process.py` (`start_ticks`)",
+        "`gateway/workers/supervisor/child.py` (`start_ticks`)",
         "after `kill -9` of the daemon the next one adopts the worker, and `run/workers/*.json` has the same start",
         BOTH,
         gather.adoption,
@@ -244,7 +244,7 @@ STEPS: Final[tuple[SelftestStep, ...]] = (
     SelftestStep(
         "launchd",
         "`launchctl`, the property list, the output of `launchctl print`, and the launcher",
-        "`gateway/service/launchd.py`, `launcher` in `gateway/service/installation.py`",
+        "`gateway/service/launchd.py`, `launcher` in `gateway/service/installer.py`",
         "an agent `dev.mlxd.selftest` is installed and `print` shows its pid; `ps` shows the `bin/python3` of the "
         "linked environment; `kill -9` of the gateway and `restart` keep the worker; `uninstall` leaves nothing",
         MAC,
@@ -268,7 +268,7 @@ STEPS: Final[tuple[SelftestStep, ...]] = (
 HAND: Final[tuple[HandRow, ...]] = (
     HandRow(
         "a process's start time since the boot by `proc_pid_rusage`",
-        "`gateway/workers/supervisor/os_process.py` (`start_ticks`)",
+        "`gateway/workers/supervisor/child.py` (`start_ticks`)",
         "the number in `run/workers/*.json` does not change when the clock is set, and the next gateway "
         "adopts the worker (`kill -9` of the daemon, `date` an hour ahead; the clock is set back by `sudo"
         " sntp -sS time.apple.com`)",
@@ -348,7 +348,7 @@ HAND: Final[tuple[HandRow, ...]] = (
     ),
     HandRow(
         "another version",
-        "`gateway/service/installation.py`, `launchd.restart`",
+        "`gateway/service/installer.py`, `launchd.restart`",
         "after `mlxctl service install` of another environment and `service restart`, the new version "
         "runs and the workers keep their pids",
         "mlxctl service install && mlxctl service restart",
@@ -394,7 +394,7 @@ HAND: Final[tuple[HandRow, ...]] = (
     ),
     HandRow(
         "whether the Mac is in use",
-        "`gateway/workers/power/battery_and_display.py`: `ioreg -c IOHIDSystem`, `ioreg -n "
+        "`gateway/workers/power.py`: `ioreg -c IOHIDSystem`, `ioreg -n "
         "IODisplayWrangler`, `pmset -g batt`, `pmset -g therm`",
         "`mlxd_pace_duty` is 0.8 within 6 s of an input, 1 a minute after the last input, 0.6 on battery",
     ),
@@ -414,7 +414,7 @@ HAND: Final[tuple[HandRow, ...]] = (
     ),
     HandRow(
         "the boot identifier, for journals of background responses",
-        "`boot_id` in `gateway/disk.py`",
+        "`boot_id` in `gateway/disk_and_clock.py`",
         "the value stays until the next boot; a response continues at its next event after `kill -9` of "
         "the daemon, and after an orderly reboot",
         "sysctl -n kern.bootsessionuuid",
@@ -428,7 +428,7 @@ HAND: Final[tuple[HandRow, ...]] = (
     ),
     HandRow(
         "groups over several Macs",
-        "`gateway/workers/supervisor/remote_rank.py`, run over a real sshd of Linux on the loopback",
+        "`gateway/workers/supervisor/ranks.py`, run over a real sshd of Linux on the loopback",
         "two Macs with a cable and `ips` of its /30 in the host file, Remote Login on: the model answers,"
         " `kill -9` of the rank on the second Mac is a pause, `kill -9` of `ssh` here ends that rank; "
         "Local Network Privacy does not block ssh when mlxd is a LaunchDaemon",

@@ -10,9 +10,9 @@ import msgspec
 from msgspec import DecodeError, Struct
 
 from gateway.ctl.doctor import checks
-from gateway.model_files.worker_memory import OVERHEAD_BYTES
+from gateway.model_files.known_times import OVERHEAD_BYTES
 from gateway.service import launchd
-from gateway.workers.power import battery_and_display
+from gateway.workers import power
 from protocol.verify import VerifyCheck
 
 MIB: Final = 1 << 20
@@ -167,11 +167,11 @@ def desktop(evidence: StepEvidence) -> StepVerdict:
     return judged(
         (
             '"HIDIdleTime" = ' in idle,
-            f"{battery_and_display.idle_of(idle):.0f} s since the newest input",
+            f"{power.idle_of(idle):.0f} s since the newest input",
             "no HIDIdleTime",
         ),
         (" Power'" in battery, battery.strip() or "pmset names no source of power"),
-        (not thermal.startswith("exit status"), f"thermal state {battery_and_display.thermal_of(thermal)}", thermal),
+        (not thermal.startswith("exit status"), f"thermal state {power.thermal_of(thermal)}", thermal),
         (True, "IODisplayWrangler exists" if "CurrentPowerState" in display else "there is no IODisplayWrangler"),
     )
 

@@ -2,6 +2,10 @@
 
 `policy.plan` decides; the broker applies its plan, and requests a new plan after every change. The broker runs on the
 event loop.
+
+Escalating memory-pressure levels for a worker above its share, with hysteresis.
+
+Records of the memory broker: pending grants, allocations, and memory of ended processes that is not free yet.
 """
 
 import asyncio
@@ -10,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Final
 
 from gateway.config.settings import Config, ModelConfig
@@ -17,19 +22,154 @@ from gateway.link.link import WorkerLink
 from gateway.model_files.known_times import KnownTimes
 from gateway.workers.memory import policy
 from gateway.workers.memory.estimate import Need, estimate, portion
-from gateway.workers.memory.grants import Allocation, MemoryReturn, PendingGrant
 from gateway.workers.memory.host import HostMemory
-from gateway.workers.memory.policy import EvictionTerms, Infeasible, MemoryPlan, ModelSnapshot
-from gateway.workers.memory.pressure import Pressure
-from gateway.workers.supervisor.handle import WorkerHandle
-from gateway.workers.supervisor.limits import WorkerLimits
-from gateway.workers.supervisor.state import MemoryEvents, MemoryView, ModelMemory, ModelUnavailable, State
+from gateway.workers.memory.policy import EvictionTerms, Infeasible, LoadClaim, MemoryPlan, ModelSnapshot
+from gateway.workers.supervisor.state import (
+    MemoryEvents,
+    MemoryView,
+    ModelMemory,
+    ModelUnavailable,
+    State,
+    WorkerLimits,
+)
+from gateway.workers.supervisor.worker import WorkerHandle
 from protocol.failures import Code, Failure
 from protocol.sharding import parts_of
 from protocol.spec import LOCAL, WorkerSpec
 from protocol.to_worker import SetMemory
 
 log = logging.getLogger(__name__)
+
+# A footprint may exceed its share by this fraction, because freed pages are returned to the system with a delay.
+TOLERANCE: Final = 0.02
+# A worker that stays above its share by this fraction, despite the measures, is restarted.
+CREEP_PART: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class PressureMeasure:
+    """Fractions of its KV and prefix cache that a worker may use, and whether it refuses new requests."""
+
+    kv_part: float = 1.0
+    cache_part: float = 1.0
+    is_refusing: bool = False
+
+
+# Each measure is stronger than the previous one: caches shrink, then rows are preempted, then requests are refused.
+MEASURES: Final = (
+    PressureMeasure(),
+    PressureMeasure(1.0, 0.25),
+    PressureMeasure(0.5, 0.1),
+    PressureMeasure(0.25, 0.1, is_refusing=True),
+)
+
+
+@dataclass(slots=True)
+class Pressure:
+    """Pressure level of one worker. Owned by the broker; times are monotonic seconds."""
+
+    limits: WorkerLimits
+    level: int = 0
+    _changed_at: float = float("-inf")
+    _relaxed_since: float | None = None
+    _creeping_since: float | None = None
+
+    @property
+    def measure(self) -> PressureMeasure:
+        return MEASURES[self.level]
+
+    def observe(self, now: float, footprint: int, share: int, *, is_short: bool) -> bool:
+        """Update the level, and return whether it changed. `is_short` means that the machine is short of memory."""
+        is_creeping = footprint > share + max(self.limits.creep_bytes, int(share * CREEP_PART))
+        if not is_creeping:
+            self._creeping_since = None
+        elif self._creeping_since is None:
+            self._creeping_since = now
+        before = self.level
+        if is_short or footprint > share * (1 + TOLERANCE):
+            self._relaxed_since = None
+            # Only a machine that is short of memory makes a worker refuse new requests: a worker slightly above its
+            # share may stay there.
+            most = len(MEASURES) - 1 if is_short else len(MEASURES) - 2
+            if self.level < most and now - self._changed_at >= self.limits.squeeze_s:
+                self.level += 1
+            elif self.level > most:
+                self.level = most
+        elif self.level:
+            self._relaxed_since = now if self._relaxed_since is None else self._relaxed_since
+            if now - self._relaxed_since >= self.limits.relax_s:
+                self.level -= 1
+                self._relaxed_since = now
+        if self.level != before:
+            self._changed_at = now
+        return self.level != before
+
+    def is_hopeless(self, now: float) -> bool:
+        """Whether only a restart of the process can lower its memory."""
+        return self._creeping_since is not None and self.level > 0 and now - self._creeping_since >= self.limits.creep_s
+
+
+@dataclass(slots=True)
+class PendingGrant:
+    """Memory grant that a worker waits for. Owned by the broker."""
+
+    name: str
+    # Serial number that orders grants by arrival. It is taken before the model's files are read, because reading may
+    # take longer for an earlier request.
+    number: int
+    since: float
+    need: Need
+    answer: asyncio.Future[int]
+    # Whether other models are evicted for this grant.
+    is_swap: bool = False
+
+    @property
+    def claim(self) -> LoadClaim:
+        return LoadClaim(self.name, self.need.least, self.need.floor, self.need.most)
+
+
+@dataclass(slots=True)
+class Allocation:
+    """Memory of a worker, from the grant to the end of its process. Owned by the broker."""
+
+    name: str
+    share: int
+    floor: int
+    most: int
+    used_at: float
+    pressure: Pressure
+    # Time at which the model was requested; None once the model is ready, and for an adopted worker.
+    requested_at: float | None = None
+    is_swap: bool = False
+    gated_at: float | None = None
+    # Share to which the worker was ordered to shrink.
+    shrinking_to: int | None = None
+    # Deadline of the order to shrink.
+    shrink_ends: float = 0.0
+    # Reason of the worker's eviction; empty if there is none.
+    evict_reason: str = ""
+    pid: int = 0
+    footprint: int = 0
+    # Free memory of the machine when the worker was evicted.
+    available: int = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes that count against the budget: the share or the measured footprint, whichever is larger."""
+        return max(self.share, self.footprint)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReturn:
+    """Memory of a process that has ended; it counts against the budget until it is measured as free."""
+
+    name: str
+    pid: int
+    share: int
+    footprint: int
+    available: int
+    since: float
+
 
 _WITHOUT_PROCESS: Final = frozenset({State.STOPPED, State.BACKOFF, State.FAILED, State.INCOMPATIBLE})
 # A load waits until the system reports this fraction of an ended process's memory as free, or until RETURN_DEADLINE_S

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from gateway.config.settings import ModelConfig
+from gateway.model_files.known_times import BUFFER_BYTES, MIB, OVERHEAD_BYTES, fixed_bytes
 from gateway.model_files.metadata import ModelMetadata, Unreadable, adapter_sizes, find, inspect
-from gateway.model_files.worker_memory import BUFFER_BYTES, MIB, OVERHEAD_BYTES, fixed_bytes
 from protocol.kinds import AUDIO, EMBED, RERANK, SPEAKERS, audio_family
 from protocol.timing_profile import LoadFacts
 from protocol.transcript import MAX_CLIP_BYTES, MIN_CLIP_BYTES

@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 import psutil
 
-from gateway.workers.supervisor.os_process import darwin_rusage
+from gateway.workers.supervisor.child import darwin_rusage
 
 GIB: Final = 1 << 30
 # Fraction of the memory that is reserved for the system and other programs, between RESERVE_MIN and RESERVE_MAX bytes.

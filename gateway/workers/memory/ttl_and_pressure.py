@@ -4,12 +4,10 @@ import asyncio
 import logging
 from typing import Final
 
-from gateway.workers.memory.broker import Broker
-from gateway.workers.memory.grants import Allocation
+from gateway.workers.memory.broker import Allocation, Broker
 from gateway.workers.memory.policy import LENT_PART
-from gateway.workers.supervisor.handle import WorkerHandle
-from gateway.workers.supervisor.limits import WorkerLimits
-from gateway.workers.supervisor.state import MemoryEvents, State
+from gateway.workers.supervisor.state import MemoryEvents, State, WorkerLimits
+from gateway.workers.supervisor.worker import WorkerHandle
 from protocol.failures import Code, Failure
 
 log = logging.getLogger(__name__)

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from gateway.link.worker_connection import SendFailed, SequenceProgressed
-from gateway.workers.supervisor.ports import WorkerPort
-from gateway.workers.supervisor.state import SHUTTING_DOWN, ModelUnavailable
+from gateway.link.transport import SendFailed, SequenceProgressed
+from gateway.workers.supervisor.state import SHUTTING_DOWN, ModelUnavailable, WorkerPort
 from protocol.failures import Failure
 from protocol.from_worker import AdaptersSet, Drained, Goodbye, Hello, Loading, Pong, Ready
 from protocol.spec import WorkerSpec

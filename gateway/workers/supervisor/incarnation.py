@@ -9,13 +9,11 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from gateway.link.sequence import Sequence
-from gateway.link.wire import WorkerGone
-from gateway.link.worker_connection import Connection
+from gateway.link.transport import Connection, WorkerGone
 from gateway.workers.supervisor import inbox
-from gateway.workers.supervisor.exits import Verdict, WorkerExit
-from gateway.workers.supervisor.ports import Effects, WorkerPort
+from gateway.workers.supervisor.exits_and_restarts import Verdict, WorkerExit
 from gateway.workers.supervisor.ranks import RankGroup
-from gateway.workers.supervisor.state import ModelUnavailable
+from gateway.workers.supervisor.state import Effects, ModelUnavailable, WorkerPort
 from protocol import PROTOCOL
 from protocol.failures import Code, Failure
 from protocol.from_worker import AdaptersSet, Goodbye, Hello, Loading, Ready

@@ -1,19 +1,196 @@
-"""Ranks of a group: processes that run one model together, as one worker."""
+"""Ranks of a group: processes that run one model together, as one worker.
+
+Rank on another machine, represented by its ssh client, a local process that ends with the rank.
+
+ssh does not forward signals. The rank reads its specification from its standard input, and exits when that input is
+closed: by this process, by the end of the client, or by a lost connection.
+"""
 
 import asyncio
 import contextlib
+import os
+import shlex
 import signal
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 from msgspec.structs import replace
 
-from gateway.workers.supervisor.ports import WorkerPort
-from protocol.failures import FINAL_EXITS, ExitStatus, Failure
+from gateway.workers.supervisor.child import Child
+from gateway.workers.supervisor.exits_and_restarts import CODES
+from gateway.workers.supervisor.state import WorkerPort
+from protocol import __version__
+from protocol.failures import FINAL_EXITS, Code, ExitStatus, Failure
 from protocol.sharding import parts_of
 from protocol.sockets import make_pair
 from protocol.spec import LOCAL, GroupSpec, HostSpec, RankSpec, WorkerSpec
+
+# BatchMode disables prompts. A host that is silent for 6 s counts as lost, as a silent rank does. Connecting is
+# retried, because the host may be booting, and rank 0 waits a minute for it. Each rank has its own connection, even if
+# the user's ssh_config shares connections.
+OPTIONS: Final = (
+    "BatchMode=yes",
+    "ConnectTimeout=3",
+    "ConnectionAttempts=10",
+    "ServerAliveInterval=2",
+    "ServerAliveCountMax=3",
+    "ControlMaster=no",
+    "ControlPath=none",
+    "ClearAllForwardings=yes",
+)
+# ssh exits with this status if the connection fails or a signal ends the remote command.
+SSH_FAILED: Final = 255
+# A shell exits with _SIGNAL_STATUS plus the number of the signal that ended its program. It exits with one of
+# _NO_PROGRAM if the program cannot be run or found.
+_SIGNAL_STATUS: Final = 128
+_NO_PROGRAM: Final = (126, 127)
+# Environment variables are read from standard input up to an empty line, so that they do not appear in process lists.
+# Without the final `exit`, the shell could replace itself with the program, and ssh would not report the signal that
+# ends the program.
+_SCRIPT: Final = 'while IFS= read -r line && [ -n "$line" ]; do export "$line"; done; {program}; exit $?'
+
+
+def ssh_command(destination: str, python: str, arguments: Sequence[str]) -> list[str]:
+    """Return the ssh command that starts a rank; `arguments` are the arguments of its Python interpreter."""
+    program = shlex.join([python, *arguments, "--over-ssh", __version__])
+    # The user's login shell may not be a POSIX shell.
+    remote = f"exec /bin/sh -c {shlex.quote(_SCRIPT.format(program=program))}"
+    return ["ssh", "-T", *(part for option in OPTIONS for part in ("-o", option)), "--", destination, remote]
+
+
+def input_of(spec: WorkerSpec, envs: Sequence[str]) -> bytes:
+    """Return the command's standard input: lines of environment variables, an empty line, and the specification."""
+    return "".join(f"{each}\n" for each in (*envs, "")).encode() + msgspec.json.encode(spec) + b"\n"
+
+
+@dataclass(frozen=True, slots=True)
+class _SshFailure:
+    """Failure of ssh, recognized by a line of its output. Only the operator can resolve a final failure."""
+
+    printed: str
+    is_final: bool
+    text: str
+
+
+# Known failures of ssh; the first entry that matches a line of its output applies.
+_SSH_FAILURES: Final = (
+    _SshFailure(
+        "REMOTE HOST IDENTIFICATION HAS CHANGED",
+        True,
+        "its host key is another one than before: find out why, then run 'ssh-keygen -R {host}' and 'ssh {host}' as "
+        "the user that mlxd runs as",
+    ),
+    _SshFailure(
+        "Host key verification failed",
+        True,
+        "its host key is not known: run 'ssh {host}' once as the user that mlxd runs as, and compare the fingerprint",
+    ),
+    _SshFailure(
+        "Permission denied (",
+        True,
+        "it refuses the login: give it the public key of the user that mlxd runs as with 'ssh-copy-id {host}'; the key "
+        "must need no passphrase, because nobody is asked for one",
+    ),
+    _SshFailure(
+        "Too many authentication failures",
+        True,
+        "it refuses the login after too many keys: name one with IdentityFile and IdentitiesOnly in ~/.ssh/config",
+    ),
+    _SshFailure("Could not resolve hostname", False, "its name cannot be found"),
+    _SshFailure(
+        "connect to host",
+        False,
+        "it cannot be reached: it must be on, and allow logins over ssh (on a Mac: Remote Login)",
+    ),
+)
+
+
+class RemoteRank:
+    """`WorkerPort` of a rank that `ssh` has started. `title` names it in messages."""
+
+    is_adopted: bool = False
+
+    def __init__(self, ssh: Child, stdin: int, title: str, destination: str, python: str) -> None:
+        """Take ownership of `stdin`, the write end of the ssh client's standard input."""
+        self.ssh = ssh
+        self._stdin = stdin
+        self._title = title
+        self._destination = destination
+        self._python = python
+        self._failure: Failure | None = None
+
+    @property
+    def pid(self) -> int:
+        """Pid of the ssh client."""
+        return self.ssh.pid
+
+    async def wait(self) -> int | None:
+        status, self._failure = self._rank_exit(await self.ssh.wait())
+        return status
+
+    def signal(self, signum: int) -> None:
+        self._close_stdin()
+        if signum == signal.SIGKILL:
+            self.ssh.signal(signum)
+
+    def last_lines(self) -> list[str]:
+        return self.ssh.last_lines()
+
+    def failure(self) -> Failure | None:
+        return self._failure
+
+    def close(self) -> None:
+        self._close_stdin()
+        self.ssh.close()
+
+    def _close_stdin(self) -> None:
+        if self._stdin >= 0:
+            os.close(self._stdin)
+            self._stdin = -1
+
+    def _rank_exit(self, status: int | None) -> tuple[int | None, Failure | None]:
+        """Return the exit status that a local rank would have had, and the reason of the exit if it is known."""
+        lines = self.ssh.last_lines()
+        if status is None or status < 0:
+            why = f"its ssh client has ended (exit status {status})"
+            return ExitStatus.PARTNER_LOST, self._reason(Code.WORKER_DIED, why)
+        if status == SSH_FAILED:
+            return self._ssh_failure(lines)
+        if status in _NO_PROGRAM:
+            why = f"it cannot run {self._python}: install mlxd there, and name its interpreter as python of the group"
+            return self._refused(ExitStatus.BAD_CONFIG, why)
+        if status == 1 and any("No module named" in line for line in lines):
+            why = f"{self._python} has no mlxd there: install it, or name the interpreter that has it as python"
+            return self._refused(ExitStatus.BAD_CONFIG, f"{why} of the group")
+        if status == 2 and any("unrecognized arguments" in line for line in lines):
+            return self._refused(ExitStatus.INCOMPATIBLE, f"mlxd is older there: install {__version__}")
+        if status in FINAL_EXITS:
+            errors = [line.removeprefix("ERROR ") for line in lines if line.startswith("ERROR ")]
+            why = errors[-1].strip() if errors else f"it ended with exit status {status}"
+            return self._refused(ExitStatus(status), why)
+        if status > _SIGNAL_STATUS:
+            return _SIGNAL_STATUS - status, None
+        return status, None
+
+    def _ssh_failure(self, lines: Sequence[str]) -> tuple[int, Failure]:
+        for known in _SSH_FAILURES:
+            line = next((line for line in lines if known.printed in line), None)
+            if line is not None and known.is_final:
+                return self._refused(ExitStatus.BAD_CONFIG, known.text.format(host=self._destination))
+            if line is not None:
+                return ExitStatus.PARTNER_LOST, self._reason(Code.WORKER_DIED, f"{known.text} ({line})")
+        why = f"the connection to it has ended{f' ({lines[-1]})' if lines else ''}"
+        return ExitStatus.PARTNER_LOST, self._reason(Code.WORKER_DIED, why)
+
+    def _refused(self, status: ExitStatus, why: str) -> tuple[int, Failure]:
+        return status, self._reason(CODES[status], why)
+
+    def _reason(self, code: Code, why: str) -> Failure:
+        return Failure(code, f"{self._title} on {self._destination}: {why}")
+
 
 _THIS_HOST: Final = HostSpec("", ("127.0.0.1",))
 # Followers have this long to exit after rank 0. Then they get SIGTERM, and SIGKILL after TERM_S more.

@@ -18,9 +18,9 @@ import msgspec
 import psutil
 from msgspec import Meta, Struct
 
-from gateway.disk import SYSTEM_DISK, Disk
-from gateway.workers.supervisor.os_process import start_ticks
-from gateway.workers.supervisor.ports import WorkerPort
+from gateway.disk_and_clock import SYSTEM_DISK, Disk
+from gateway.workers.supervisor.child import start_ticks
+from gateway.workers.supervisor.state import WorkerPort
 from protocol.spec import WorkerSpec
 
 log = logging.getLogger(__name__)

@@ -14,13 +14,10 @@ from typing import Final
 import msgspec
 import psutil
 
-from gateway.workers.supervisor.child import Child, Output
-from gateway.workers.supervisor.exit_watch import wait_exit
-from gateway.workers.supervisor.os_process import start_ticks
-from gateway.workers.supervisor.ports import WorkerPort
-from gateway.workers.supervisor.ranks import RankGroup, ranks_of
+from gateway.workers.supervisor.child import Child, Output, start_ticks, wait_exit
+from gateway.workers.supervisor.ranks import RankGroup, RemoteRank, input_of, ranks_of, ssh_command
 from gateway.workers.supervisor.registry import Registry, Survivor, WorkerProcess, WorkerRecord
-from gateway.workers.supervisor.remote_rank import RemoteRank, input_of, ssh_command
+from gateway.workers.supervisor.state import WorkerPort
 from protocol.failures import Failure
 from protocol.spec import STDIN, GroupSpec, WorkerSpec
 from protocol.timing_profile import FOLDER_ENV, profiles_dir

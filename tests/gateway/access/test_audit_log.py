@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from gateway.access.audit_log import KEEP, Audit, AuditActor, AuditEntry, AuditUnwritable, entry, this_process
-from gateway.state_dir.home_paths import audit_path
-from gateway.telemetry.log_file import last_lines
+from gateway.state_dir import audit_path
+from gateway.telemetry.logs import last_lines
 from tests.support.scale import patient
 
 _decoder = msgspec.json.Decoder(AuditEntry)

@@ -9,15 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.access.audit_log import Audit, AuditEntry, entry
-from gateway.access.audit_trail import AuditTrail
-from gateway.access.key import Key
-from gateway.access.key_addresses import ADDRESSES_MAX, KeyAddresses
-from gateway.access.key_file import KeyFile
+from gateway.access.audit_log import Audit, AuditEntry, AuditTrail, entry
+from gateway.access.key import Key, KeyFile
+from gateway.access.keyring import ADDRESSES_MAX, KeyAddresses
 from gateway.config.address import Address
-from gateway.control.audit_actor import from_ucred, from_xucred
-from gateway.state_dir.home_paths import audit_path
-from gateway.telemetry.log_file import last_lines
+from gateway.control.commands import from_ucred, from_xucred
+from gateway.state_dir import audit_path
+from gateway.telemetry.logs import last_lines
 from tests.gateway.harness import running, until
 from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess, write_config

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.access.key import Key, digest
-from gateway.access.key_file import NAME, KeyFile, KeyRefused, KeysUnusable
+from gateway.access.key import NAME, Key, KeyFile, KeyRefused, KeysUnusable, digest
 from gateway.access.keyring import Keyring
 from gateway.telemetry.metrics import Metrics
 from tests.support.users import SERVICE, as_root, as_service, assert_untouched, precious, service_home
@@ -316,7 +315,7 @@ def test_root_takes_no_file_of_another_user_or_with_another_name_for_the_keys(ho
 def test_a_service_that_holds_the_lock_does_not_hold_root_for_good(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = KeyFile(home / "keys" / "keys.json")
     file.create(key())
-    monkeypatch.setattr("gateway.state_dir.folder.LOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("gateway.state_dir.LOCK_TIMEOUT_S", 0.1)
     holder = os.open(home / "keys" / "lock", os.O_RDWR)
     fcntl.flock(holder, fcntl.LOCK_EX)
 

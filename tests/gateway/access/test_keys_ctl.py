@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.access.key_file import KeyFile
+from gateway.access.key import KeyFile
 from gateway.control_types import DaemonStatus
 from gateway.ctl import client
 from gateway.failed import CommandFailed

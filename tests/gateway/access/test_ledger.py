@@ -15,7 +15,7 @@ from gateway.access.key import KeyLimits
 from gateway.access.ledger import Ledger, LedgerLine
 from gateway.access.rate_limit import Meter
 from gateway.access.usage import UsageFile
-from gateway.config.periods import zone_of
+from gateway.config.settings import zone_of
 from gateway.errors import BudgetSpent
 from gateway.telemetry.metrics import KeyMetrics, Metrics
 from tests.gateway.harness import Gateway, chat, running, until

@@ -6,9 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
-from gateway.access.unauthenticated import (
+from gateway.access.key import Key, KeyFile
+from gateway.access.rate_limit import (
     ADDRESSES_MAX,
     COUNTED_ADDRESSES_MAX,
     LINES_BY_ADDRESS,

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 import gateway.access.usage
-import gateway.state_dir.snapshot
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
+import gateway.state_dir
+from gateway.access.key import Key, KeyFile
 from gateway.access.usage import UsageFile
-from gateway.disk import Disk
-from gateway.state_dir.private_file import write_private
+from gateway.disk_and_clock import Disk
+from gateway.state_dir import write_private
 from gateway.telemetry.metrics import Metrics
 from tests.gateway.harness import chat, running
 from tests.support.scale import patient
@@ -99,7 +98,7 @@ async def test_a_write_that_is_under_way_at_the_end_never_lands_on_the_last_one(
         write_private(path, data, disk)
 
     monkeypatch.setattr(gateway.access.usage, "PERIOD_S", 0)
-    monkeypatch.setattr(gateway.state_dir.snapshot, "write_private", write)
+    monkeypatch.setattr(gateway.state_dir, "write_private", write)
     usage = UsageFile(path, metrics)
     metrics.key("alice").prompt_tokens = 1
     task = asyncio.create_task(usage.run())

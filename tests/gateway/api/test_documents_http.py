@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from gateway.config.settings import MediaConfig, ModelConfig
-from gateway.media.documents import DocumentReader, with_pages
-from gateway.media.pdf_reader import PdfReader
+from gateway.media.documents import DocumentReader, PdfReader, with_pages
 from protocol.prompts import ChatPrompt, Media
 from tests.gateway.harness import Gateway, running
 from tests.support.pdfs import PdfSheet, encrypted, pdf

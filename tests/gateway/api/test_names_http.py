@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
+from gateway.access.key import Key, KeyFile
 from gateway.config.settings import ModelConfig, ProfileConfig, SamplingDefaults, ServerConfig
 from tests.gateway.harness import Gateway, running
 

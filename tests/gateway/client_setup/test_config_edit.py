@@ -4,7 +4,7 @@ import tomllib
 import pytest
 from ruamel.yaml import YAML
 
-from gateway.client_setup.client_setups import CLIENTS, Endpoint, setup
+from gateway.client_setup.clients import CLIENTS, Endpoint, setup
 from gateway.client_setup.config_edit import ConfigEdit, FileFormat, NotEditable
 
 TO = Endpoint("http://127.0.0.1:8484", "coder", 65536)

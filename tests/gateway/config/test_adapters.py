@@ -8,8 +8,7 @@ import pytest
 from gateway.access.caller import OWNER, Caller
 from gateway.config.export import to_json, to_toml
 from gateway.config.load import load_config
-from gateway.config.names import Names
-from gateway.config.patterns import Pattern
+from gateway.config.names import Names, Pattern
 from gateway.config.settings import Config, ConfigError
 from gateway.errors import ModelNotFound
 from gateway.reload import changes

@@ -22,9 +22,8 @@ from gateway.config.experimental import (
     Experiment,
     experiments_of,
 )
-from gateway.config.remote_settings import GroupConfig
-from gateway.config.settings import KvEventsConfig, ModelConfig, ServerConfig, SparsePrefillConfig
-from gateway.ctl.info import print_info
+from gateway.config.settings import GroupConfig, KvEventsConfig, ModelConfig, ServerConfig, SparsePrefillConfig
+from gateway.ctl.hub import print_info
 from gateway.model_files.metadata import ModelMetadata
 from tests.gateway.harness import chat, running
 from tests.support.daemon import ROOT

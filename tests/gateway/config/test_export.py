@@ -10,10 +10,9 @@ import tomlkit
 from msgspec import NODEFAULT, Struct
 from msgspec.structs import fields
 
-from gateway.access.key_file import has_keys
+from gateway.access.key import has_keys
 from gateway.config.export import schema, to_json, to_toml, toml_value
 from gateway.config.load import load_config
-from gateway.config.remote_settings import UpstreamConfig
 from gateway.config.settings import (
     NOT_IN_FILE,
     AudioConfig,
@@ -31,6 +30,7 @@ from gateway.config.settings import (
     ThinkingDefaults,
     TlsConfig,
     UiConfig,
+    UpstreamConfig,
     file_key,
 )
 from tests.support.ctl import ctl

@@ -8,7 +8,7 @@ import pytest
 
 from gateway.config.load import load_config
 from gateway.config.settings import Config, ConfigError
-from gateway.config.worker_spec import worker_spec
+from gateway.config.worker_spec_and_group import worker_spec
 from protocol.spec import HostSpec
 
 

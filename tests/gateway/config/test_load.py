@@ -5,14 +5,13 @@ from typing import get_args
 
 import pytest
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile, has_keys
+from gateway.access.key import Key, KeyFile, has_keys
 from gateway.api.common.canonical import EFFORTS
 from gateway.config.load import load_config
 from gateway.config.settings import ConfigError, Effort
-from gateway.config.syntax import parse_duration, parse_size
+from gateway.config.source import parse_duration, parse_size
 from gateway.model_files.hub_cache import cached_models
-from gateway.state_dir.home_paths import default_home
+from gateway.state_dir import default_home
 from tests.support.scale import scaled
 
 EXAMPLE = """

@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 
 from gateway.config.load import load_config
-from gateway.config.removed import REMOVED, what_holds_now
 from gateway.config.settings import Config, ConfigError, file_key
-from gateway.config.source import _all_tables  # pyright: ignore[reportPrivateUsage]
+from gateway.config.source import (
+    REMOVED,
+    _all_tables,  # pyright: ignore[reportPrivateUsage]
+    what_holds_now,
+)
 
 KEYS = [key for key in REMOVED if "." in key]
 

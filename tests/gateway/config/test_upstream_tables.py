@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.access.key_file import has_keys
+from gateway.access.key import has_keys
 from gateway.config.load import load_config
 from gateway.config.settings import ConfigError
 

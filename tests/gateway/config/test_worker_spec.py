@@ -19,11 +19,11 @@ from gateway.config.settings import (
     ServerConfig,
     SparsePrefillConfig,
 )
-from gateway.config.worker_spec import worker_spec
+from gateway.config.worker_spec_and_group import worker_spec
 from gateway.ctl.calibrate import findings
 from gateway.ctl.verify import in_process
 from gateway.link.link import WorkerLink
-from gateway.workers.pool.pool import Pool
+from gateway.workers.pool import Pool
 from protocol.spec import WorkerSpec
 from tests.support.machine import Recorder
 from tests.support.pool import short_home

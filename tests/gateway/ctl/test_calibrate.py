@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from gateway.ctl.calibrate import line
 from gateway.ctl.cli import app
-from gateway.ctl.printing import records
+from gateway.ctl.tables import records
 from gateway.model_files.known_times import KnownTimes
 from gateway.workers.memory.host import ThisMachine
 from protocol.timing_profile import CalibrationResult, profiles_dir

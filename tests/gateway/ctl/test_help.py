@@ -3,8 +3,7 @@ from pathlib import Path
 import pytest
 from typer.core import TyperCommand, TyperGroup
 
-from gateway.ctl.cli import app
-from gateway.ctl.help import PANELS, command_of, nested
+from gateway.ctl.cli import PANELS, app, command_of, nested
 from tests.support.ctl import ctl
 
 

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 import msgspec
 from gateway.config.load import load_config
-from gateway.access.key_file import has_keys
+from gateway.access.key import has_keys
 from gateway.main import serve
 home, worker = Path(sys.argv[1]), sys.argv[2]
 command = lambda spec: [sys.executable, worker, spec.name, "--spec", msgspec.json.encode(spec).decode()]

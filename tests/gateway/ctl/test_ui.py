@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.state_dir.home_paths import log_path
+from gateway.state_dir import log_path
 from tests.support.ctl import ctl, environment
 from tests.support.daemon import ROOT, DaemonProcess, write_config
 from tests.support.pool import short_home

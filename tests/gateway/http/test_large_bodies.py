@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
-from gateway.api.common.decode import BIAS_BYTES_MAX, PIECE_BYTES, UNKNOWN_BYTES_MAX
-from gateway.api.common.structure import JSON_MAX, count_json
+from gateway.access.key import Key, KeyFile
+from gateway.api.common.decode import BIAS_BYTES_MAX, JSON_MAX, PIECE_BYTES, UNKNOWN_BYTES_MAX, count_json
 from gateway.api.openai.request import ChatCompletionRequest, decode_chat, decode_completion
 from gateway.api.responses.request import decode_responses
 from gateway.config.settings import ServerConfig

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.http.listen import CannotListen, close_all, listen_tcp, listen_unix
+from gateway.http.listen_and_tls import CannotListen, close_all, listen_tcp, listen_unix
 from tests.support.scale import patient
 
 

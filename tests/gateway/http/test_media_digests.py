@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from gateway.http.media_digests import RUN_MIN, MediaDigests
+from gateway.http.capture import RUN_MIN, MediaDigests
 from tests.support.scale import patient
 
 DATA = random.Random(1).randbytes(5000)

@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from gateway.errors import BadRequest
-from gateway.http.multipart import FIELD_BYTES_MAX, PARTS_MAX, read_form
+from gateway.http.bodies import FIELD_BYTES_MAX, PARTS_MAX, read_form
 
 TYPE = "multipart/form-data; boundary=b"
 

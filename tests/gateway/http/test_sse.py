@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from starlette.types import Message
 
-from gateway.api.openai.chat_encoder import ChatStream
+from gateway.api.openai.chat_and_completions import ChatStream
 from gateway.api.openai.choices import Heading
 from gateway.errors import ApiError
 from gateway.http.direct_write import DirectWriter

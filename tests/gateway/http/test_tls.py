@@ -18,7 +18,7 @@ import openai
 import pytest
 from websockets.asyncio.client import connect
 
-from gateway.access.key_file import has_keys
+from gateway.access.key import has_keys
 from gateway.config.certificate import CertificateUnusable, load
 from gateway.config.export import to_toml
 from gateway.config.load import load_config

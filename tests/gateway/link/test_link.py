@@ -10,8 +10,7 @@ from msgspec.structs import replace
 from gateway.link.collector import Collector
 from gateway.link.link import RID_BITS, SEQ_BITS, WorkerLink
 from gateway.link.sequence import PARKED, Sequence
-from gateway.link.wire import WorkerGone
-from gateway.link.worker_connection import Connection, SendFailed, SequenceProgressed
+from gateway.link.transport import Connection, SendFailed, SequenceProgressed, WorkerGone
 from protocol import sockets
 from protocol.codec import MAX_FRAME_BYTES, FrameTooLarge, decode_down, encode
 from protocol.failures import Code, Failure

@@ -12,9 +12,8 @@ import pytest
 from PIL import Image
 
 from gateway.errors import Unavailable
-from gateway.media.page_cache import PageCache, PageCacheKey
+from gateway.media.documents import PROCESSES_OF_KEY_MAX, PageCache, PageCacheKey, PdfReader
 from gateway.media.pdf_process import SIDE_MAX, PdfAnswer, PdfOrder, PdfPageContent, PdfPages, PdfRefusal
-from gateway.media.pdf_reader import PROCESSES_OF_KEY_MAX, PdfReader
 from protocol.codec import MAX_FRAME_BYTES
 from tests.gateway.harness import until
 from tests.support.pdfs import BLUE, PdfSheet, encrypted, pdf

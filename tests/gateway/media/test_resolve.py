@@ -9,9 +9,8 @@ import pytest
 from gateway.config.settings import MediaConfig
 from gateway.errors import Unavailable
 from gateway.media import resolve as module
-from gateway.media.in_flight_bytes import InFlightBytes
 from gateway.media.reference import IMAGE, Reference, stored_url
-from gateway.media.resolve import MediaReader, bounded, digest_of, resolve
+from gateway.media.resolve import InFlightBytes, MediaReader, bounded, digest_of, resolve
 from gateway.telemetry.metrics import MediaNumbers
 from protocol.prompts import ChatPrompt, Media
 

@@ -7,8 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile, KeysUnusable
+from gateway.access.key import Key, KeyFile, KeysUnusable
 from gateway.access.keyring import Keyring
 from gateway.app import admin_routes
 from gateway.config.settings import ModelConfig, ServerConfig

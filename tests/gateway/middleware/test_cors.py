@@ -3,8 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
+from gateway.access.key import Key, KeyFile
 from gateway.config.origins import bad_origin, is_own
 from gateway.config.settings import ServerConfig
 from tests.gateway.harness import Gateway, chat, running

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
+from gateway.access.key import Key, KeyFile
 from gateway.config.origins import bad_host, is_served
 from gateway.config.settings import ServerConfig
 from tests.gateway.harness import Gateway, chat, running

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gateway.model_files.facts import FactsReader, ModelFacts, parameters
-from gateway.model_files.metadata import TensorEntry
+from gateway.model_files.metadata import FactsReader, ModelFacts, TensorEntry, parameters
 from worker.prompt.infill import _forms
 
 

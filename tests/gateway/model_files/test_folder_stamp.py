@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from gateway.model_files.folder_stamp import model_stamp
+from gateway.model_files.served_form import model_stamp
 
 
 def test_a_stamp_changes_when_a_file_is_added_written_or_removed(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from gateway.model_files.known_times import fixed_bytes
 from gateway.model_files.metadata import Attention, Unreadable, attention, find, inspect, read_weights
-from gateway.model_files.worker_memory import fixed_bytes
 from tests.support.ctl import ctl
 from tests.support.scale import patient
 

@@ -11,7 +11,7 @@ from gateway.access.ledger import Ledger
 from gateway.access.rate_limit import UsageCharge
 from gateway.config.settings import ModelConfig
 from gateway.link.collector import Collector
-from gateway.request.accounting import TokenAccounting
+from gateway.request.generation import TokenAccounting
 from gateway.request.record import RequestRecord
 from gateway.telemetry.metrics import Metrics
 from protocol.from_worker import Delta, Finish, Usage

@@ -6,10 +6,10 @@ from typing import Any, cast
 import pytest
 
 from gateway.access.caller import Caller
-from gateway.request.diagnosis import Diagnosis
-from gateway.request.recent_requests import RecentRequests
+from gateway.request.in_flight import RecentRequests
+from gateway.request.opener import Runtime
 from gateway.request.record import RequestRecord
-from gateway.request.runtime import Runtime
+from gateway.request.why_slow import Diagnosis
 
 
 @dataclass

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from gateway.config.settings import ServerConfig
+from gateway.disk_and_clock import JUMP_S, TRUST_S, WallClock
 from gateway.http.capture import Captures
-from gateway.wall_clock import JUMP_S, TRUST_S, WallClock
 from tests.gateway.harness import Gateway, chat, events, running, until
 from tests.support.scale import patient
 

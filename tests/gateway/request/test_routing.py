@@ -4,9 +4,15 @@ from pathlib import Path
 import pytest
 
 from gateway.access.caller import OWNER, Caller
-from gateway.config.patterns import Pattern
-from gateway.config.remote_settings import UpstreamConfig
-from gateway.config.settings import FallbackConfig, ModelConfig, ProfileConfig, SamplingDefaults, ThinkingDefaults
+from gateway.config.names import Pattern
+from gateway.config.settings import (
+    FallbackConfig,
+    ModelConfig,
+    ProfileConfig,
+    SamplingDefaults,
+    ThinkingDefaults,
+    UpstreamConfig,
+)
 from gateway.errors import BadRequest, ModelNotFound, Overloaded, Unavailable
 from gateway.request.routing import Router
 

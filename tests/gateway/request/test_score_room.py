@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from gateway.config.settings import ServerConfig
 from gateway.errors import BadRequest, Unavailable
-from gateway.request import score_room
+from gateway.request import generation
 from gateway.request.body_memory import Bodies
-from gateway.request.score_room import ScoreRoom, scores_bytes
+from gateway.request.generation import ScoreRoom, scores_bytes
 from protocol.prompts import TokensPrompt
 from protocol.to_worker import Generate, Sampling
 from tests.gateway.harness import Gateway, running, until
@@ -24,7 +24,7 @@ SIZE = scores_bytes(10, 5)
 
 @pytest.mark.parametrize("asked", [PROMPT, ECHO])
 def test_scores_of_an_answer_are_bounded(asked: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(score_room, "SCORES_BYTES_MAX", SIZE * 3 // 2)
+    monkeypatch.setattr(generation, "SCORES_BYTES_MAX", SIZE * 3 // 2)
     room = ScoreRoom(None, 1)
     room.hold(asked, 10)
     room.hold(asked, 10)  # by another worker, after the first was lost
@@ -33,7 +33,7 @@ def test_scores_of_an_answer_are_bounded(asked: Generate, monkeypatch: pytest.Mo
 
 
 def test_scores_count_as_often_as_the_answer_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(score_room, "SCORES_BYTES_MAX", SIZE * 3 // 2)
+    monkeypatch.setattr(generation, "SCORES_BYTES_MAX", SIZE * 3 // 2)
     ScoreRoom(None, 2).hold(ECHO, 10)
     with pytest.raises(BadRequest, match="fewer choices"):
         ScoreRoom(None, 2).hold(PROMPT, 10)

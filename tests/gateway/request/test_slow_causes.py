@@ -4,9 +4,9 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.control_types import RequestTiming, SlowCause
-from gateway.request.recent_requests import RecentRequest, RecentRequests
+from gateway.request.in_flight import RecentRequest, RecentRequests
 from gateway.request.record import RequestRecord
-from gateway.request.slow_causes import reloaded, slow_causes
+from gateway.request.why_slow import reloaded, slow_causes
 from gateway.telemetry.metrics import Metrics
 from protocol.from_worker import Explained, MissCause, MissCode
 

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from gateway.config.load import bad_endpoint
 from gateway.config.settings import ServerConfig
 from gateway.middleware.otel import PAUSE_S, PatientExporter
-from gateway.request.trace_context import read_context
+from gateway.request.record import read_context
 from gateway.telemetry.logs import LogSinks
 from tests.gateway.harness import chat, running
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
+from gateway.access.key import Key, KeyFile
 from tests.gateway.harness import Gateway, chat, running
 from tests.gateway.request.test_in_flight import admin_of
 

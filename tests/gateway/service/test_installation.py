@@ -5,8 +5,7 @@ import pytest
 
 from gateway.failed import CommandFailed
 from gateway.service.description import SymbolicLink
-from gateway.service.executor import RealMachine, carry_out
-from gateway.service.installation import Installation, Owner, check_writers, launcher, version_of
+from gateway.service.installer import Installation, Owner, RealMachine, carry_out, check_writers, launcher, version_of
 from tests.support.users import SERVICE, as_root
 
 

@@ -13,7 +13,7 @@ import pytest
 from gateway.ctl.doctor.checks import wired_limit, wired_max
 from gateway.service import launchd, systemd
 from gateway.service.description import HostFacts, RunCommand, Scope, Service, ServiceManager, WriteFile
-from gateway.service.executor import ServiceFailed, carry_out, describe
+from gateway.service.installer import ServiceFailed, carry_out, describe
 from tests.support.ctl import ctl
 from tests.support.scale import patient
 

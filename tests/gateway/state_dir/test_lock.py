@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.state_dir.lock import HomeUnusable, RunDir
+from gateway.state_dir import HomeUnusable, RunDir
 
 
 def test_the_run_folder_is_made_and_private(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.ctl.logs import plain
-from gateway.telemetry.log_file import RotatingFile, follow, last_lines, rotated_path
-from gateway.telemetry.log_reader import is_about
+from gateway.telemetry.logs import RotatingFile, follow, is_about, last_lines, rotated_path
 from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess, write_config
 

@@ -4,10 +4,8 @@ import pytest
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.telemetry.histogram import Histogram
-from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.prometheus import Exposition
-from gateway.telemetry.vllm_names import NAMES
+from gateway.telemetry.metrics import Histogram, Metrics
+from gateway.telemetry.prometheus import NAMES, Exposition
 from gateway.workers.supervisor.state import Events, State
 from protocol.from_worker import Delta, Pong, Step, Usage
 from protocol.stats import DraftStats, Stats

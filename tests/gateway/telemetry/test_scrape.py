@@ -4,8 +4,7 @@ import pytest
 
 from gateway.errors import ApiError
 from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.prometheus import Exposition
-from gateway.telemetry.scrape import BURST, ScrapeText
+from gateway.telemetry.prometheus import BURST, Exposition, ScrapeText
 
 pytestmark = pytest.mark.anyio
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from gateway.control_types import DaemonStatus
-from gateway.ctl.rates import compare
+from gateway.ctl.tables import compare
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.prometheus import Exposition
 from gateway.web.schemas import ModelTick

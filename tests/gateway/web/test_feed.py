@@ -15,8 +15,7 @@ from msgspec import structs
 from gateway.config.settings import ModelConfig, ServerConfig, UiConfig
 from gateway.telemetry.logs import OURS
 from gateway.web import feed as feed_module
-from gateway.web.feed import VIEWERS_MAX, Feed
-from gateway.web.log_lines import EVENT_LINES_MAX, LogTail
+from gateway.web.feed import EVENT_LINES_MAX, VIEWERS_MAX, Feed, LogTail
 from tests.gateway.harness import Gateway, chat, running, until
 from tests.gateway.web.visitors import log_in
 from tests.support.scale import patient

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile, has_keys
+from gateway.access.key import Key, KeyFile, has_keys
 from gateway.config.load import load_config
 from gateway.reload import Reloader
-from gateway.state_dir.home_paths import audit_path
-from gateway.telemetry.log_file import RotatingFile
-from gateway.telemetry.logs import LogSinks
+from gateway.state_dir import audit_path
+from gateway.telemetry.logs import LogSinks, RotatingFile
 from tests.gateway.harness import Gateway, chat, running, until
 from tests.gateway.web.visitors import api_routes, log_in
 

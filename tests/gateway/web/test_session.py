@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from gateway.web.session import CODE_S, CODES_MAX, IDLE_S, SAVE_S, SESSIONS_MAX, TOKEN_START, Sessions
-from gateway.web.session_file import SavedSession
+from gateway.web.session import CODE_S, CODES_MAX, IDLE_S, SAVE_S, SESSIONS_MAX, TOKEN_START, SavedSession, Sessions
 
 
 @dataclass(slots=True)

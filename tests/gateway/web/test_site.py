@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
+from gateway.access.key import Key, KeyFile
 from gateway.config.address import Address
 from gateway.config.settings import ServerConfig, UiConfig
 from gateway.errors import ApiError
 from gateway.request.record import RequestRecord
-from gateway.state_dir.home_paths import audit_path
-from gateway.web.gate import _is_here  # pyright: ignore[reportPrivateUsage]
+from gateway.state_dir import audit_path
 from gateway.web.page import FOLDER, HEADERS, Page
+from gateway.web.session import _is_here  # pyright: ignore[reportPrivateUsage]
 from tests.gateway.harness import Gateway, chat, running, until
 from tests.gateway.web.visitors import api_routes, ask, code_of, log_in, own
 

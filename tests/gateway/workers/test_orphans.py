@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gateway.workers.pool import orphans
+from gateway.workers import pool
 from gateway.workers.supervisor.spawn import default_command
 from protocol.spec import WorkerSpec
 from tests.support.pool import Running, config, short_home
@@ -57,7 +57,7 @@ async def test_a_worker_of_another_home_is_left_alone() -> None:
 
 
 async def test_a_stop_waits_for_the_workers_that_were_not_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orphans, "ORPHAN_GRACE_S", 0.2)
+    monkeypatch.setattr(pool, "ORPHAN_GRACE_S", 0.2)
     with short_home() as home, orphan(home, epoch=9) as process:
         stop(process)
         async with Running(config(home)):

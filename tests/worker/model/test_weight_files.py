@@ -12,9 +12,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from gateway.config.settings import SamplingDefaults
-from gateway.model_files.facts import FactsReader
-from gateway.model_files.metadata import Unreadable, inspect, read_weights
-from gateway.request.defaults import recommended
+from gateway.model_files.metadata import FactsReader, Unreadable, inspect, read_weights
+from gateway.request.routing import recommended
 from protocol.failures import Code
 from protocol.model_digest import weights_digest
 from tests.support.audio_models import build_moonshine, build_qwen_tts, build_whisper

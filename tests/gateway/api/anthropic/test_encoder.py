@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from gateway.api.anthropic.encoder import MessageFold, MessageStream
+from gateway.api.anthropic.response import MessageFold, MessageStream
 from gateway.errors import ApiError, Unavailable
 from protocol.from_worker import Delta, DeltaKind, Finish, ToolCallDelta, Usage
 from tests.support.merged import merge_blocks

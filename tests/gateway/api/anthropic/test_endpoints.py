@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.api.anthropic.encoder import MessageStream
+from gateway.api.anthropic.response import MessageStream
 from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.http.sse import StreamTiming, respond_stream
 from gateway.request.generation import Generation

@@ -9,10 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
+from gateway.access.key import Key, KeyFile
 from gateway.config.settings import BatchesConfig, MemoryConfig, ModelConfig
-from gateway.request.batch_gate import BatchGate
+from gateway.request.admission import BatchGate
 from gateway.workers.supervisor.state import State
 from tests.gateway.harness import DEADLINE_S, Gateway, chat, running, until
 from tests.support.pool import short_home

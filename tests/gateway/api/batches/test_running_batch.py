@@ -8,13 +8,9 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from gateway.api.batches.batch_folder import DATA, ERRORS, INPUT, OUTPUT
-from gateway.api.batches.batch_store import BatchStore
-from gateway.api.batches.inner_request import InnerAnswer
-from gateway.api.batches.input_lines import scan
-from gateway.api.batches.line_results import served_line
-from gateway.api.batches.records import RECORD_AGE_S, StoredBatch, StoredFile
-from gateway.api.batches.running_batch import RunningBatch
+from gateway.api.batches.batch_lines import RECORD_AGE_S, InnerAnswer, StoredBatch, StoredFile, scan, served_line
+from gateway.api.batches.batch_runner import RunningBatch
+from gateway.api.batches.batch_store import DATA, ERRORS, INPUT, OUTPUT, BatchStore
 from gateway.config.settings import BatchesConfig
 from gateway.errors import ApiError
 

@@ -10,8 +10,7 @@ from gateway.api.anthropic.request import decode_messages, lower_messages
 from gateway.api.openai.lowering import lower_chat
 from gateway.api.openai.request import decode_chat
 from gateway.api.responses.lowering import lower_prompt
-from gateway.api.responses.request import decode_responses
-from gateway.api.responses.tools import toolbox
+from gateway.api.responses.request import decode_responses, toolbox
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest
 from protocol import codec

@@ -9,15 +9,14 @@ from msgspec.json import encode
 
 from gateway.api.anthropic.request import decode_messages, lower_messages
 from gateway.api.anthropic.response import AnthropicUsage as MessagesUsage
-from gateway.api.ollama.lowering import lower_chat as lower_ollama_chat
 from gateway.api.ollama.request import decode_chat as decode_ollama_chat
+from gateway.api.ollama.request import lower_chat as lower_ollama_chat
 from gateway.api.openai.lowering import lower_chat, lower_completion
 from gateway.api.openai.request import decode_chat, decode_completion
 from gateway.api.openai.response import sum_usage
 from gateway.api.responses.lowering import lower_prompt, lower_responses
-from gateway.api.responses.request import decode_responses
+from gateway.api.responses.request import decode_responses, toolbox
 from gateway.api.responses.response import ResponseUsage as ResponsesUsage
-from gateway.api.responses.tools import toolbox
 from gateway.config.settings import ModelConfig
 from gateway.errors import ApiError
 from protocol.from_worker import Usage

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.api.anthropic.request import decode_messages
-from gateway.api.common.refused_fields import REFUSED_FIELDS, SAMPLER_FIELDS, FieldTable, constraint_fields
+from gateway.api.common.request_fields import REFUSED_FIELDS, SAMPLER_FIELDS, FieldTable, constraint_fields
 from gateway.api.ollama.request import decode_chat as decode_ollama_chat
 from gateway.api.ollama.request import decode_generate
 from gateway.api.openai.embeddings import decode_embeddings

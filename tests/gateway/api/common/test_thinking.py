@@ -10,8 +10,7 @@ from gateway.api.anthropic.request import decode_messages, lower_messages
 from gateway.api.openai.lowering import lower_chat
 from gateway.api.openai.request import decode_chat
 from gateway.api.responses.lowering import lower_prompt, lower_responses
-from gateway.api.responses.request import decode_responses
-from gateway.api.responses.tools import toolbox
+from gateway.api.responses.request import decode_responses, toolbox
 from gateway.config.settings import ModelConfig, ThinkingDefaults
 from gateway.errors import ApiError
 from protocol.prompts import ChatPrompt

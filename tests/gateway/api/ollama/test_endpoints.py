@@ -9,9 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
-from gateway.api.ollama.encoder import ChatForm, LineStream
+from gateway.access.key import Key, KeyFile
+from gateway.api.ollama.response import ChatForm, LineStream
 from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.http.sse import JSON_LINES, StreamTiming, respond_stream
 from gateway.request.generation import Generation

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
+from gateway.access.key import Key, KeyFile
 from gateway.api.compat.ollama_models import parameter_size
 from gateway.config.settings import ModelConfig, ProfileConfig, SamplingDefaults
 from tests.gateway.harness import Gateway, running

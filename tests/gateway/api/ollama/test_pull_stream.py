@@ -10,9 +10,8 @@ import pytest
 from starlette.types import Message
 
 from gateway.access.caller import Caller
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
-from gateway.api.ollama.pull_stream import PullEndpoint, repository_of
+from gateway.access.key import Key, KeyFile
+from gateway.api.ollama.endpoints import PullEndpoint, repository_of
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest
 from gateway.model_files.pull_queue import PullQueue, PullStatus

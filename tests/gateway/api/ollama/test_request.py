@@ -5,11 +5,17 @@ from typing import Any
 
 import pytest
 
-from gateway.api.ollama.conversation import ConversationTurn, read_context, write_context
-from gateway.api.ollama.keep_alive import is_zero
-from gateway.api.ollama.lowering import lower_chat, lower_generate
-from gateway.api.ollama.options import read_options
-from gateway.api.ollama.request import decode_chat, decode_generate
+from gateway.api.ollama.request import (
+    ConversationTurn,
+    decode_chat,
+    decode_generate,
+    is_zero,
+    lower_chat,
+    lower_generate,
+    read_context,
+    read_options,
+    write_context,
+)
 from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.errors import BadRequest
 from protocol.prompts import ChatPrompt, Infill, TextPrompt

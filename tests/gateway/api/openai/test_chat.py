@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from gateway.config.settings import ModelConfig, ServerConfig
-from gateway.http.listen import raise_file_limit
+from gateway.http.listen_and_tls import raise_file_limit
 from gateway.link.failover import ResumeLimits
-from gateway.request.headers import ignored_header
+from gateway.request.record import ignored_header
 from gateway.telemetry.prometheus import Exposition
-from gateway.workers.supervisor.limits import WorkerLimits
-from gateway.workers.supervisor.state import State
+from gateway.workers.supervisor.state import State, WorkerLimits
 from tests.gateway.harness import Gateway, chat, events, running, until
 from tests.support.pool import tokens
 from tests.support.scale import patient

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from gateway.api.openai.chat_encoder import ChatFold, ChatStream
+from gateway.api.openai.chat_and_completions import ChatFold, ChatStream, TextFold, TextStream
 from gateway.api.openai.choices import Heading
-from gateway.api.openai.completions_encoder import TextFold, TextStream
 from gateway.api.openai.response import ChatChunk, ChatChunkChoice, ChatDelta, TextChoice, TextCompletion
 from gateway.errors import Unavailable
 from protocol.from_worker import Delta, DeltaKind, Finish, PromptLogprob, PromptPart, TokenLogprob, ToolCallDelta, Usage

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.api.openai.lowering import lower_chat, lower_completion
-from gateway.api.openai.request import decode_chat, decode_completion
-from gateway.api.openai.samplers import BREAKERS
+from gateway.api.openai.request import BREAKERS, decode_chat, decode_completion
 from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.errors import BadRequest
 from protocol.prompts import TextPrompt

@@ -12,8 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
+from gateway.access.key import Key, KeyFile
 from gateway.api.responses import background
 from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.request.generation import Generation

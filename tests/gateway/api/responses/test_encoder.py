@@ -10,12 +10,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from gateway.api.responses import response as out
-from gateway.api.responses.custom_input import InputReader
-from gateway.api.responses.echo import echo
-from gateway.api.responses.encoder import QueuedStream, ResponseEncoder, ResponseRun
-from gateway.api.responses.items import ResponseOutput
-from gateway.api.responses.request import decode_responses
-from gateway.api.responses.tools import toolbox
+from gateway.api.responses.encoder import QueuedStream, ResponseEncoder, ResponseRun, echo
+from gateway.api.responses.items import InputReader, ResponseOutput
+from gateway.api.responses.request import decode_responses, toolbox
 from gateway.config.settings import ModelConfig
 from gateway.errors import Overloaded, Unavailable, from_failure
 from gateway.request.body_memory import LARGE_BYTES

@@ -9,8 +9,7 @@ import pydantic
 import pytest
 from openai.types.responses import Response
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
+from gateway.access.key import Key, KeyFile
 from gateway.config.settings import ServerConfig
 from tests.gateway.harness import Gateway, running, until
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.api.responses.event_log import READ_BYTES_MAX, EventLog, EventsGone, ReaderPosition
+from gateway.api.responses.background import READ_BYTES_MAX, EventLog, EventsGone, ReaderPosition
 
 pytestmark = pytest.mark.anyio
 

@@ -13,10 +13,10 @@ from typing import Any, Final
 import pytest
 
 from gateway.api.common import serve
-from gateway.api.responses import echo, encoder, response
+from gateway.api.responses import encoder, response
 from gateway.config.settings import ServerConfig
+from gateway.http.bodies import SLICE_BYTES
 from gateway.http.connection import GuardedProtocol
-from gateway.http.exchange import SLICE_BYTES
 from gateway.http.sse import StreamTiming, respond_stream
 from gateway.http.websocket import GuardedWebSocket
 from tests.gateway.api.responses.test_endpoints import FUNCTION, PATH, TEXT, asking, events
@@ -92,8 +92,8 @@ async def test_a_stream_that_waits_does_not_repeat_large_fields_and_encodes_them
         encoded[len(data)] += len(data) >= SLICE_BYTES
         return data
 
-    json_encode = echo._encode  # type: ignore[reportPrivateUsage]
-    monkeypatch.setattr(echo, "_encode", encode)
+    json_encode = encoder._encode  # type: ignore[reportPrivateUsage]
+    monkeypatch.setattr(encoder, "_encode", encode)
     asked = large_fields()
     async with cold(tmp_path, monkeypatch) as (gateway, sizes):
         text = (await gateway.client.post(PATH, json=asking(TEXT, stream=True, **asked))).text
@@ -160,7 +160,7 @@ async def test_a_field_that_grows_beyond_its_body_is_reserved(tmp_path: Path, mo
     # Each tool has its defaults in the response, which is more than the whole body.
     tools = [{"type": "function", "name": f"{number:064}"} for number in range(512)]
     held: list[int] = []
-    encode = echo.with_gaps
+    encode = encoder.with_gaps
 
     def with_gaps(response: Any) -> Any:
         held.append(used_bytes(gateway))
@@ -190,7 +190,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return note
 
-    for module in (response, echo, encoder):
+    for module in (response, encoder, encoder):
         monkeypatch.setattr(module, "_encode", noted(module._encode))  # type: ignore[reportPrivateUsage]
     return sizes
 

@@ -9,16 +9,14 @@ from pathlib import Path
 import pytest
 
 from gateway.api.responses.background import Background
-from gateway.api.responses.echo import echo
-from gateway.api.responses.encoder import ResponseRun
+from gateway.api.responses.encoder import ResponseRun, echo
 from gateway.api.responses.items import ResponseOutput
 from gateway.api.responses.journal import ResponseJournal, ResponseJournals
-from gateway.api.responses.request import decode_responses
+from gateway.api.responses.request import decode_responses, toolbox
 from gateway.api.responses.response import Response
 from gateway.api.responses.store import done
-from gateway.api.responses.tools import toolbox
 from gateway.config.settings import ModelConfig
-from gateway.disk import Disk
+from gateway.disk_and_clock import Disk
 from gateway.errors import Unavailable
 from protocol.from_worker import Delta, Finish, Usage
 from tests.gateway.harness import running

@@ -4,8 +4,7 @@ from typing import Any
 import pytest
 
 from gateway.api.responses.lowering import lower_prompt, lower_responses, seal
-from gateway.api.responses.request import ResponsesRequest, decode_responses
-from gateway.api.responses.tools import ToolIdentity, toolbox
+from gateway.api.responses.request import ResponsesRequest, ToolIdentity, decode_responses, toolbox
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest
 from protocol.prompts import ChatPrompt

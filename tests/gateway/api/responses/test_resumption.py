@@ -15,15 +15,13 @@ import httpx
 import msgspec
 import pytest
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
+from gateway.access.key import Key, KeyFile
 from gateway.api.responses import journal as journals
 from gateway.api.responses import resumption
 from gateway.api.responses.background import Background, keep_nothing
-from gateway.api.responses.echo import echo
-from gateway.api.responses.encoder import ResponseRun
+from gateway.api.responses.encoder import ResponseRun, echo
 from gateway.api.responses.items import ResponseOutput
-from gateway.api.responses.journal_records import (
+from gateway.api.responses.journal import (
     LOST_BEGIN,
     MAGIC,
     BeginRecord,
@@ -34,14 +32,13 @@ from gateway.api.responses.journal_records import (
     framed,
     parsed,
 )
-from gateway.api.responses.request import decode_responses
+from gateway.api.responses.request import decode_responses, toolbox
 from gateway.api.responses.response import Response
 from gateway.api.responses.resumption import LOST_EVENTS_MAX, ReplayedResponse, replay
-from gateway.api.responses.tools import toolbox
 from gateway.config.settings import ModelConfig, ServerConfig
-from gateway.disk import Disk
+from gateway.disk_and_clock import Disk
 from gateway.errors import Unavailable
-from gateway.media.in_flight_bytes import share_bytes
+from gateway.media.resolve import share_bytes
 from protocol.from_worker import Delta, DeltaKind, Finish, TokenLogprob, ToolCallDelta
 from protocol.prompts import ChatPrompt, Media, TextPrompt
 from protocol.to_worker import Generate, Sampling

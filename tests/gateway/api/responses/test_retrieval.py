@@ -12,11 +12,10 @@ import msgspec
 import psutil
 import pytest
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
+from gateway.access.key import Key, KeyFile
 from gateway.config.settings import ServerConfig
 from gateway.http import connection
-from gateway.http.shared_answers import READER_BYTES
+from gateway.http.bodies import READER_BYTES
 from gateway.request import body_memory
 from tests.gateway.harness import DEADLINE_S, Gateway, running, until
 

@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
+from gateway.access.key import Key, KeyFile
 from tests.gateway.api.responses.test_background import PATH, asking, events
 from tests.gateway.harness import running, until
 

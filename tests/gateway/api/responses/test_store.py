@@ -11,9 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.api.responses.response_database import StoredTooLarge
-from gateway.api.responses.store import PENDING_BYTES_MAX, Store, StoreBroken, StoredResponse
-from gateway.wall_clock import JUMP_S, TRUST_S, WallClock
+from gateway.api.responses.store import PENDING_BYTES_MAX, Store, StoreBroken, StoredResponse, StoredTooLarge
+from gateway.disk_and_clock import JUMP_S, TRUST_S, WallClock
 from tests.support.scale import patient
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
-from gateway.api.system import probe as deep
+from gateway.access.key import Key, KeyFile
+from gateway.api.system import health as deep
 from gateway.config.settings import ModelConfig
 from protocol.from_worker import Ready
 from protocol.kinds import AUDIO

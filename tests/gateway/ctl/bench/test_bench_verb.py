@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
-from gateway.ctl.bench.words import Prompts
+from gateway.access.key import Key, KeyFile
+from gateway.ctl.bench.closed_loop import Prompts
 from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess, write_config
 from tests.support.reading_models import build_embedder, build_reranker

@@ -4,8 +4,16 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from gateway.ctl.bench.client import BenchConnection, Reply, Target
-from gateway.ctl.bench.closed_loop import BenchLoad, BenchRequest, Report, closed_loop, report
+from gateway.ctl.bench.closed_loop import (
+    BenchConnection,
+    BenchLoad,
+    BenchRequest,
+    Reply,
+    Report,
+    Target,
+    closed_loop,
+    report,
+)
 
 T = TypeVar("T")
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -1,6 +1,6 @@
 import pytest
 
-from gateway.ctl.bench.measure import percentile, summarize_ms, table
+from gateway.ctl.bench.closed_loop import percentile, summarize_ms, table
 
 
 def test_a_percentile_is_always_one_of_the_values() -> None:

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from gateway.client_setup.client_launches import program_of
-from gateway.client_setup.client_setups import client_of
+from gateway.client_setup.clients import client_of, program_of
 from gateway.config.settings import ModelConfig
-from gateway.ctl.connect.model_choice import candidates
+from gateway.ctl.connect import candidates
 from gateway.model_files.metadata import find
 from tests.support.ctl import COMMAND, ctl, environment
 from tests.support.daemon import DaemonProcess

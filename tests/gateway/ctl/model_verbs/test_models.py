@@ -9,7 +9,7 @@ import pytest
 
 from gateway.control_types import DaemonStatus, ModelStatus
 from gateway.ctl import tables
-from gateway.ctl.rates import compare
+from gateway.ctl.tables import compare
 from tests.gateway.model_files.test_metadata import PLAIN, folder
 from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gateway.model_files.shortlist import SHORTLIST
+from gateway.model_files.search import SHORTLIST
 from tests.support.ctl import ctl
 from tests.support.hub import Hub, Repo
 from tests.support.scale import FULL

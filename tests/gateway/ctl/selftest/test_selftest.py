@@ -14,16 +14,23 @@ import mlx.core as mx
 import pytest
 from msgspec import structs
 
-from gateway.ctl.selftest.divisible_demo import write_divisible_demo
 from gateway.ctl.selftest.gather import doctor, launch_agent
 from gateway.ctl.selftest.report import StepResult, markdown, report_of, without_paths
 from gateway.ctl.selftest.selftest_verb import TOTAL_S, run_steps
 from gateway.ctl.selftest.steps import HAND, MAC, STEPS, SelftestStep
-from gateway.ctl.selftest.trial import StepTimeout, TimedMachine, Trial, at_home, trial, worker_pids
+from gateway.ctl.selftest.trial import (
+    StepTimeout,
+    TimedMachine,
+    Trial,
+    at_home,
+    trial,
+    worker_pids,
+    write_divisible_demo,
+)
 from gateway.ctl.selftest.verdicts import StepVerdict
 from gateway.failed import CommandFailed
 from gateway.model_files.metadata import find
-from gateway.service.executor import RealMachine
+from gateway.service.installer import RealMachine
 from tests.support.ctl import ctl
 from tests.support.daemon import is_running
 from tests.support.pool import short_home

@@ -11,7 +11,7 @@ import pytest
 # A verb whose daemon is a process that only sleeps.
 VERB = """
 import signal, subprocess, sys, time
-from gateway.ctl.talk import temporary_daemon as module
+from gateway.ctl import chat_verbs as module
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup
 popen = subprocess.Popen
 def start(command, **options):

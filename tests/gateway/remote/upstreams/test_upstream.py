@@ -14,12 +14,10 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from gateway.access.key import Key
-from gateway.access.key_file import KeyFile
-from gateway.config.remote_settings import UpstreamConfig
-from gateway.config.settings import FallbackConfig, ModelConfig
+from gateway.access.key import Key, KeyFile
+from gateway.config.settings import FallbackConfig, ModelConfig, UpstreamConfig
 from gateway.request.body_memory import LARGE_BYTES
-from gateway.state_dir.home_paths import keys_path
+from gateway.state_dir import keys_path
 from tests.gateway.harness import DEADLINE_S, Gateway, chat, events, running, until
 from tests.support.pool import short_home, tokens
 from tests.support.scale import patient

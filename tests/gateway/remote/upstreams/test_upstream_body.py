@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.errors import Unsupported
-from gateway.remote.upstreams.upstream_body import bounded_body
+from gateway.remote.upstreams.upstream import bounded_body
 
 
 def sent(**fields: Any) -> dict[str, Any]:

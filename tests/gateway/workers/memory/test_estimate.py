@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from gateway.config.settings import CacheConfig, ModelConfig
+from gateway.model_files.known_times import BUFFER_BYTES, ENCODE_BYTES, FEATURES_BYTES, OVERHEAD_BYTES
 from gateway.model_files.metadata import find, inspect
-from gateway.model_files.worker_memory import BUFFER_BYTES, ENCODE_BYTES, FEATURES_BYTES, OVERHEAD_BYTES
 from gateway.workers.memory.estimate import (
     COMFORT_TOKENS,
     KV_PART,

@@ -1,7 +1,7 @@
 """Memory-pressure levels of a growing worker: order and duration."""
 
-from gateway.workers.memory.pressure import MEASURES, Pressure
-from gateway.workers.supervisor.limits import WorkerLimits
+from gateway.workers.memory.broker import MEASURES, Pressure
+from gateway.workers.supervisor.state import WorkerLimits
 
 MIB = 1 << 20
 SHARE = 1000 * MIB

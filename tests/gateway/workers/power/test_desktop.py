@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from gateway.config.settings import CAN_SEE_DESKTOP
-from gateway.workers.power import battery_and_display
-from gateway.workers.power.battery_and_display import (
+from gateway.workers import power as battery_and_display
+from gateway.workers.power import (
     AWAY_S,
     BATTERY_DUTY,
     CHUNK_TOKENS,

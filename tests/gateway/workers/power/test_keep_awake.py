@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from gateway.config.settings import PreventSleep
-from gateway.workers.power.keep_awake import LINGER_S, Awake
+from gateway.workers.power import LINGER_S, Awake
 from tests.support.pool import until
 from tests.support.scale import patient
 

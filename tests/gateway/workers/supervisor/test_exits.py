@@ -3,7 +3,7 @@ from itertools import product
 
 import pytest
 
-from gateway.workers.supervisor.exits import EXITS, Cause, SequenceAction, WorkerExit
+from gateway.workers.supervisor.exits_and_restarts import EXITS, Cause, SequenceAction, WorkerExit
 from gateway.workers.supervisor.state import State
 from protocol.failures import Code, ExitStatus, Failure
 

@@ -4,10 +4,8 @@ import asyncio
 
 import pytest
 
-from gateway.link.failover import ResumeLimits
-from gateway.link.quarantine import EXPIRY_S, SIZE_MAX, Quarantine, fingerprint
-from gateway.workers.supervisor.limits import WorkerLimits
-from gateway.workers.supervisor.state import ModelUnavailable, State
+from gateway.link.failover import EXPIRY_S, SIZE_MAX, Quarantine, ResumeLimits, fingerprint
+from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code
 from protocol.from_worker import Drained
 from protocol.prompts import TextPrompt

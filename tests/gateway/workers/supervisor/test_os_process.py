@@ -2,7 +2,7 @@
 
 import os
 
-from gateway.workers.supervisor.os_process import darwin_start_ticks, linux_start_ticks, start_ticks
+from gateway.workers.supervisor.child import darwin_start_ticks, linux_start_ticks, start_ticks
 
 
 def test_a_process_is_known_by_its_start_since_the_boot() -> None:

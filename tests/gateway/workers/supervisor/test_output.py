@@ -8,7 +8,7 @@ import pytest
 from gateway.config.settings import ModelConfig
 from gateway.telemetry.logs import LogSinks
 from gateway.workers.supervisor.child import Output
-from gateway.workers.supervisor.exits import crash_report
+from gateway.workers.supervisor.exits_and_restarts import crash_report
 from tests.gateway.harness import chat, running, until
 
 

@@ -13,7 +13,7 @@ import msgspec
 import psutil
 import pytest
 
-from gateway.workers.supervisor.os_process import start_ticks
+from gateway.workers.supervisor.child import start_ticks
 from gateway.workers.supervisor.registry import Registry, WorkerRecord
 from gateway.workers.supervisor.spawn import AdoptedProcess
 from protocol.spec import WorkerSpec

@@ -11,11 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.workers.supervisor.ports import WorkerPort
-from gateway.workers.supervisor.ranks import RankGroup
+from gateway.workers.supervisor.ranks import RankGroup, ssh_command
 from gateway.workers.supervisor.registry import Registry
-from gateway.workers.supervisor.remote_rank import ssh_command
 from gateway.workers.supervisor.spawn import Spawner
+from gateway.workers.supervisor.state import WorkerPort
 from protocol import __version__
 from protocol.failures import Code, ExitStatus
 from protocol.spec import LOCAL, GroupSpec, HostSpec, WorkerSpec

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.workers.supervisor.restart_policy import Breaker
+from gateway.workers.supervisor.exits_and_restarts import Breaker
 
 
 def crashed(times: list[float], *, is_loading: bool = False, healthy_s: float = 0.0) -> Breaker:

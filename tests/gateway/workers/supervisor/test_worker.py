@@ -6,8 +6,7 @@ from msgspec.structs import replace
 
 from gateway.link.failover import ResumeLimits
 from gateway.link.sequence import PARKED
-from gateway.workers.supervisor.limits import WorkerLimits
-from gateway.workers.supervisor.state import ModelUnavailable, State
+from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol import PROTOCOL
 from protocol.failures import Code, Failure
 from protocol.from_worker import AdaptersSet, Drained, Goodbye

@@ -1,1 +1,0 @@
-"""`mlxctl batches`."""

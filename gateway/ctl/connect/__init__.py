@@ -1,1 +1,0 @@
-"""`mlxctl connect`."""

@@ -1,1 +1,0 @@
-"""Verbs about models on this machine and on the Hugging Face hub."""

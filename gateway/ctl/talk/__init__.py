@@ -1,1 +1,0 @@
-"""Verbs that chat with a model: `chat` and `run`."""

@@ -1,1 +1,0 @@
-"""The pool: all models of the configuration with their workers."""
