@@ -131,8 +131,7 @@ class Bench:
         return [token.row.rid for token in tokens]
 
     def _row(self, rid: int, ticks: int, case: str) -> "Row":
-        from protocol.prompts import TokensPrompt
-        from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
+        from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
 
         prompt = TokensPrompt(tuple(1000 + rid * 7 + at for at in range(PROMPT)))
         row = self._intake.row(

@@ -102,10 +102,9 @@ def texts_of(count: int) -> tuple[str, ...]:
 
 def ours(folder: Path, texts: tuple[str, ...]) -> tuple[float, Any]:
     """Embed texts as a worker does; return the CPU seconds, from texts to vectors, and the vectors."""
-    from protocol.kinds import EMBED
-    from protocol.prompts import EmbedPrompt
+    from protocol.checkpoint import EMBED
     from protocol.spec import WorkerSpec
-    from protocol.to_worker import Generate, Sampling
+    from protocol.to_worker import EmbedPrompt, Generate, Sampling
     from worker.embedding.intake_and_loop import CPU_PASS_TOKENS, Preparer, take_group
     from worker.embedding.load_model import load_embedding_model
 

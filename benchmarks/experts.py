@@ -45,7 +45,7 @@ def main() -> None:
 def _compare(source: Path, target: Path, args: argparse.Namespace) -> None:
     from mlx_lm.utils import load_model
 
-    from protocol.experts import read_index
+    from protocol.model_files import read_index
     from worker.model.experts import attach
 
     index = read_index(target)

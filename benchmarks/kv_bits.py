@@ -98,7 +98,7 @@ def _compare(model: Any, vocab: int, args: argparse.Namespace, width: int) -> No
 
 
 def _form(model: Any, bits: int, reads_codes: bool) -> "KvForm | None":
-    from protocol.quantized_kv import group_of
+    from protocol.checkpoint import group_of
     from worker.kv.quantized import KvForm
 
     return KvForm(bits, group_of(model.args.head_dim) or 32, reads_codes) if bits else None

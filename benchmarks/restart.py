@@ -23,9 +23,8 @@ from benchmarks import blas, models
 from benchmarks.compare import machine
 from gateway.ctl.bench.closed_loop import table
 from protocol.from_worker import Progress, Step, Up
-from protocol.prompts import TokensPrompt
 from protocol.spec import WorkerSpec
-from protocol.to_worker import Generate, Sampling, Shutdown
+from protocol.to_worker import Generate, Sampling, Shutdown, TokensPrompt
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import EngineInbox
 from worker.engine.loop import Engine

@@ -190,8 +190,7 @@ def _generated(
     """Return the rows' output, and the wall and CPU seconds after the first token."""
     from mlx_lm.models.cache import make_prompt_cache
 
-    from protocol.prompts import TokensPrompt
-    from protocol.to_worker import Generate, Sampling
+    from protocol.to_worker import Generate, Sampling, TokensPrompt
     from worker.engine.batch import Batch
     from worker.kv.kv import KvLayout
     from worker.prefix_cache.prefix import PrefixCache
@@ -248,8 +247,7 @@ def text(args: argparse.Namespace) -> None:
 
 def _chats(loaded: "LoadedModel", session: Any, prompt: str, rows: int, drafter: Any) -> tuple[list[list[int]], float]:
     """Outputs of as many equal chats, each with a salt of its own, and the CPU time from load to end."""
-    from protocol.prompts import ChatPrompt
-    from protocol.to_worker import Generate, Sampling
+    from protocol.to_worker import ChatPrompt, Generate, Sampling
     from worker.prompt.intake import Intake
 
     chats = [

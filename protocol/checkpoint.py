@@ -3,16 +3,176 @@ heads, rotary embeddings.
 
 The gateway reports these facts before a load and estimates the model's memory from them; the worker uses them to load
 the model, its towers and heads.
+
+Kinds of models (text generation, embeddings, scores of pairs, audio) and their detection from a model's files.
+
+The gateway determines the kind before a load, the worker during one; a model's setting `kind` overrides both.
+
+Chat templates of a model: which of its named templates renders a chat.
+
+The gateway shows clients what the templates can do, and the worker renders chats and detects the model's family with
+them.
+
+Quantized KV of a model: whether its configuration allows it, the group size, and the bits per value.
 """
 
 import errno
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Container, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self, cast
+
+TEXT: Final = "text"
+EMBED: Final = "embed"
+RERANK: Final = "rerank"
+AUDIO: Final = "audio"
+# sentence-transformers' file that lists the steps from hidden states to a vector.
+MODULES: Final = "modules.json"
+# Architectures without causal attention, which cannot generate text.
+ENCODERS: Final = ("bert", "roberta", "xlm-roberta", "camembert", "modernbert", "nomic_bert")
+# Speech-to-text families, under the names that mlx-audio uses.
+TRANSCRIBERS: Final = ("whisper", "moonshine", "parakeet", "qwen3_asr")
+# Parakeet has no model_type, but its configuration has a `target` with this prefix.
+_PARAKEET_TARGET: Final = "nemo.collections.asr."
+SPEAKERS: Final = ("soprano", "qwen3_tts")
+# Soprano's config.json describes only its inner decoder, so a Soprano model is recognised by name.
+_SOPRANO: Final = re.compile(r"(^|[-_.])soprano([-_.]|$)", re.IGNORECASE)
+_CLASSIFIER: Final = "ForSequenceClassification"
+# Embedding and reranking decoders have the configuration of a generating model, so they are recognised by name.
+_RERANKER: Final = re.compile(r"rerank", re.IGNORECASE)
+# Path of a snapshot in the Hugging Face cache.
+_SNAPSHOT: Final = re.compile(r"models--(?:[^/]*--)?([^/]+)/snapshots/[^/]+$")
+_EMBEDDER: Final = re.compile(r"(^|[-_.])embed(ding|der)?s?([-_.]|$)", re.IGNORECASE)
+
+
+def kind_of(config: Mapping[str, Any], files: Container[str], name: str) -> str:
+    """Return the kind of a model, from its config.json, the names of its files and the name of its repository."""
+    architectures = config.get("architectures")
+    listed = architectures if isinstance(architectures, list) else []
+    if audio_family(config, name):
+        return AUDIO
+    if any(isinstance(each, str) and each.endswith(_CLASSIFIER) for each in listed):
+        return RERANK
+    last = _last_part(name)
+    if _RERANKER.search(last):
+        return RERANK
+    is_encoder = config.get("model_type") in ENCODERS or config.get("use_bidirectional_attention") is True
+    if MODULES in files or is_encoder or _EMBEDDER.search(last):
+        return EMBED
+    return TEXT
+
+
+def audio_family(config: Mapping[str, Any], name: str) -> str:
+    """Return the family of an audio model; empty for any other model."""
+    model_type, target = config.get("model_type"), config.get("target")
+    if isinstance(target, str) and target.startswith(_PARAKEET_TARGET):
+        return "parakeet"
+    if model_type in (*TRANSCRIBERS, *SPEAKERS):
+        return str(model_type)
+    return "soprano" if _SOPRANO.search(_last_part(name)) else ""
+
+
+def _last_part(name: str) -> str:
+    """Return the last part of a path or a repository's name; of a snapshot's path, that of its repository's name."""
+    path = name.rstrip("/")
+    snapshot = _SNAPSHOT.search(path)
+    return snapshot[1] if snapshot is not None else path.rpartition("/")[2]
+
+
+ADDITIONAL_TEMPLATES: Final = "additional_chat_templates"
+_DEFAULT: Final = "default"
+_TOOL_USE: Final = "tool_use"
+# A template for answers from documents, which no request has: it never renders a plain chat.
+_RAG: Final = "rag"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplates:
+    """Templates of chats without and with tools; each is empty if the model's files have none for such chats."""
+
+    plain: str = ""
+    with_tools: str = ""
+    # Names of all templates of the model's files, for the message of a chat that none of them renders.
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, chat_template: Any) -> Self:
+        """Choose from a template, from templates by name, or from a list as in tokenizer_config.json.
+
+        As in transformers, `default` renders plain chats and `tool_use` chats with tools. Without a `default`, the only
+        template renders all chats.
+        """
+        if isinstance(chat_template, str):
+            return cls(chat_template, chat_template, (_DEFAULT,))
+        named = _named(chat_template)
+        only = next(iter(named)) if len(named) == 1 else _DEFAULT
+        plain = named.get(only if only != _RAG else _DEFAULT, "")
+        return cls(plain, named.get(_TOOL_USE, plain), tuple(named))
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The templates in use. The one for tools is first, because it shows most of the model's markup."""
+        return tuple(text for text in dict.fromkeys((self.with_tools, self.plain)) if text)
+
+
+def _named(chat_template: Any) -> dict[str, str]:
+    if isinstance(chat_template, list):
+        entries = [cast(dict[str, Any], entry) for entry in cast(list[Any], chat_template) if isinstance(entry, dict)]
+        chat_template = {entry.get("name"): entry.get("template") for entry in entries}
+    named = cast(dict[Any, Any], chat_template) if isinstance(chat_template, dict) else {}
+    return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+
+
+# Possible group sizes. The values of a group share a scale and a bias; the first size that divides the head's width is
+# used.
+GROUPS: Final = (64, 32)
+# Smallest number of bits per value that can be configured.
+MIN_BITS: Final = 4
+ALL_WHOLE: Final = "none of its layers keeps the KV of all tokens"
+_NO_GROUP: Final = "its heads have {width} numbers, which neither 64 nor 32 divides"
+_LATENT: Final = "its attention keeps a latent vector of each token (MLA), which is small already"
+# https://github.com/ggml-org/llama.cpp/issues/21385: the biases of Qwen2's keys are far larger than the keys.
+_BIASED: Final = "4 bits spoil the keys of Qwen2, whose biases are large; use kv_bits = 8"
+
+
+def group_of(width: int) -> int | None:
+    """Return the group size for heads of this width; None if no size divides it."""
+    return next((group for group in GROUPS if width % group == 0), None)
+
+
+def group_of_all(widths: Collection[int]) -> int:
+    """Return the group size for heads of all these widths. Raises ValueError with the reason if there is none."""
+    for width in widths:
+        if group_of(width) is None:
+            raise ValueError(_NO_GROUP.format(width=width))
+    return min(group for width in widths if (group := group_of(width)) is not None)
+
+
+def number_bits(bits: int, group: int, number_bytes: int) -> float:
+    """Return the bits per value, including the value's share of a scale and a bias in the model's own dtype."""
+    return bits + 2 * 8 * number_bytes / group
+
+
+def obstacle(config: dict[str, Any], bits: int) -> str:
+    """Return the reason, as a clause, why a model of this configuration cannot have quantized KV; empty if it can."""
+    inner = config.get("text_config")
+    text = config | inner if isinstance(inner, dict) else config
+    if text.get("kv_lora_rank"):
+        return _LATENT
+    kinds = text.get("layer_types")
+    if isinstance(kinds, list) and kinds and "full_attention" not in kinds:
+        return ALL_WHOLE
+    width = text.get("head_dim")
+    if isinstance(width, int) and width > 0 and group_of(width) is None:
+        return _NO_GROUP.format(width=width)
+    if bits == MIN_BITS and str(text.get("model_type", "")).startswith("qwen2"):
+        return _BIASED
+    return ""
+
 
 CONTEXT_KEYS: Final = (
     "max_position_embeddings",

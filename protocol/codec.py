@@ -8,8 +8,7 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from protocol.from_worker import Up
-from protocol.prompts import Prompt
-from protocol.to_worker import Down, Generate
+from protocol.to_worker import Down, Generate, Prompt
 
 T = TypeVar("T")
 

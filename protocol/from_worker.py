@@ -1,12 +1,152 @@
-"""Messages from a worker to its gateway. Fields and tags follow the rules of `to_worker`."""
+"""Messages from a worker to its gateway. Fields and tags follow the rules of `to_worker`.
+
+Facts of a loaded model, which its worker reports in `Ready`. Fields follow the rules of `to_worker`.
+
+Parts of a transcript, which a worker sends in the `data` of a `Delta`, and how audio is counted in tokens.
+"""
 
 from enum import IntEnum, StrEnum
+from typing import Final
 
 import msgspec
 
 from protocol.failures import Failure
-from protocol.model_info import AdapterInfo, AudioInfo, EmbeddingInfo, GroupInfo, MediaInfo
 from protocol.stats import Stats
+
+
+class MediaInfo(msgspec.Struct, frozen=True, array_like=True):
+    """Media of a loaded model: memory of its media towers, and the tokens and pixels of images.
+
+    `image_tokens` is the number of tokens of an image of 1,024 × 1,024 pixels; 0 means unknown. Larger images are
+    reduced to `max_pixels`; 0 means that another limit applies. If the model is served without media, `reason` explains
+    why.
+    """
+
+    tower_bytes: int = 0
+    image_tokens: int = 0
+    max_pixels: int = 0
+    reason: str = ""
+
+
+class EmbeddingInfo(msgspec.Struct, frozen=True, array_like=True):
+    """Embeddings of a loaded model: the length of its vectors, whether the vectors may be truncated, and the names of
+    its prompts."""
+
+    dimensions: int
+    is_matryoshka: bool = False
+    prompts: tuple[str, ...] = ()
+
+
+class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
+    """Adapter of a loaded model: its folder, and either its size or the reason why it cannot be served.
+
+    `base` is the model on which the adapter was trained, according to the adapter's files.
+    """
+
+    name: str
+    path: str
+    rank: int = 0
+    is_dora: bool = False
+    nbytes: int = 0
+    digest: str = ""
+    base: str = ""
+    failure: Failure | None = None
+
+
+class RankInfo(msgspec.Struct, frozen=True, array_like=True):
+    """Rank of a group and its node. `host`, `pid` and `device` are not set for rank 0, which is the worker's own
+    process."""
+
+    rank: int
+    node: str
+    host: str = ""
+    pid: int = 0
+    device: str = ""
+    shard_bytes: int = 0
+
+
+class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
+    """Group of processes that run one model: how it is divided, the communication backend, and its ranks."""
+
+    parallel: str
+    backend: str
+    ranks: tuple[RankInfo, ...]
+
+
+class AudioInfo(msgspec.Struct, frozen=True, array_like=True):
+    """Audio model: its tasks, its sample rate, and its voices and languages if the model lists them.
+
+    `formats` are the available formats of speech, and `missing` explains why others are not available.
+    `needs_instructions` is set if a request must describe the voice.
+    """
+
+    transcribes: bool = False
+    translates: bool = False
+    has_words: bool = False
+    speaks: bool = False
+    rate: int = 0
+    voices: tuple[str, ...] = ()
+    languages: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
+    missing: str = ""
+    needs_instructions: bool = False
+
+
+# Tokens per second of transcribed audio, as OpenAI bills them.
+TRANSCRIBED_TOKENS_PER_S: Final = 10
+# Tokens per second of spoken audio, as OpenAI bills them.
+SPOKEN_TOKENS_PER_S: Final = 20
+# Upper bound of the memory for the decoded samples of all clips, which is a part of the worker's memory. One hour takes
+# 230 MB.
+MAX_CLIP_BYTES: Final = 512 << 20
+# Lower bound of the memory for the decoded samples of all clips.
+MIN_CLIP_BYTES: Final = 16 << 20
+
+
+class Word(msgspec.Struct, frozen=True, array_like=True):
+    """Word and its times in seconds from the beginning of the clip."""
+
+    word: str
+    start: float
+    end: float
+
+
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """Section of speech with its times in seconds. Only Whisper sets the fields after `text`."""
+
+    start: float
+    end: float
+    text: str
+    tokens: tuple[int, ...] = ()
+    temperature: float = 0.0
+    avg_logprob: float = 0.0
+    compression_ratio: float = 0.0
+    no_speech_prob: float = 0.0
+    # Start of the segment's window, in hundredths of a second.
+    seek: int = 0
+    words: tuple[Word, ...] = ()
+
+
+class TranscriptPart(msgspec.Struct, frozen=True, array_like=True):
+    """Text of one window of a clip. `seconds` is the length of the whole clip."""
+
+    segments: tuple[Segment, ...]
+    language: str = ""
+    seconds: float = 0.0
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[TranscriptPart] = msgspec.msgpack.Decoder(TranscriptPart)
+
+
+def encode(part: TranscriptPart) -> bytes:
+    """Encode a part to the `data` of a delta."""
+    return _encoder.encode(part)
+
+
+def decode(data: bytes) -> TranscriptPart:
+    """Decode the part in the `data` of a delta. Raises `msgspec.DecodeError`."""
+    return _decoder.decode(data)
 
 
 class DeltaKind(IntEnum):
@@ -58,8 +198,8 @@ class Loading(msgspec.Struct, frozen=True, array_like=True, tag=33):
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
     """Message that the model is loaded and warm.
 
-    `modalities` contains each of `image`, `video` and `audio` that prompts may have. `kind` is one of `protocol.kinds`;
-    it is empty if the worker is of an older version, which only generates text.
+    `modalities` contains each of `image`, `video` and `audio` that prompts may have. `kind` is one of
+    `protocol.checkpoint`; it is empty if the worker is of an older version, which only generates text.
     """
 
     epoch: int

@@ -155,7 +155,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     speculate: str = "auto"
     # Draft model, in the same form as `path`; empty means none.
     draft: str = ""
-    # Kind of the model, one of `protocol.kinds`; empty means detection from the model's files.
+    # Kind of the model, one of `protocol.checkpoint`; empty means detection from the model's files.
     kind: str = ""
     # Whether embeddings may be truncated even if the model's files do not declare it.
     matryoshka: bool = False

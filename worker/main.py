@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from protocol import __version__
+from protocol.checkpoint import AUDIO, TEXT
 from protocol.failures import Code, ExitStatus, Failure
 from protocol.from_worker import Goodbye, Loading, Ready, Rejected
-from protocol.kinds import AUDIO, TEXT
 from protocol.spec import WorkerSpec, read_spec
 from protocol.to_worker import Shutdown
 from worker.engine.gauges import Gauges

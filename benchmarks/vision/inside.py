@@ -127,9 +127,8 @@ def _decode(loaded: "LoadedModel", turn: int) -> tuple[float, list[list[int]]]:
     """Return the median CPU seconds of a step of text rows, and the tokens."""
 
     from protocol.from_worker import Step, Up
-    from protocol.prompts import TokensPrompt
     from protocol.spec import WorkerSpec
-    from protocol.to_worker import Generate, Sampling
+    from protocol.to_worker import Generate, Sampling, TokensPrompt
     from worker.prompt.intake import Intake
     from worker.tools.verify.verifier import EngineSession
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from gateway.config.settings import CAN_SEE_DESKTOP, ModelConfig, ServerConfig
 from gateway.model_files.metadata import Unreadable, find, read_config
-from protocol.sharding import JACCL
+from protocol.group import JACCL
 
 
 @dataclass(frozen=True, slots=True)

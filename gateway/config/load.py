@@ -49,7 +49,7 @@ from gateway.failed import CommandFailed
 from gateway.model_files.hub_cache import cached_models
 from gateway.model_files.metadata import DEMOS
 from gateway.state_dir import keys_path
-from protocol.experts import RUNNING_MAX
+from protocol.model_files import RUNNING_MAX
 from protocol.spec import ADAPTERS_MAX
 
 # The gateway must not import `worker.output.parsers`, which has the same names; a test compares them.

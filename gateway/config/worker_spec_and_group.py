@@ -18,9 +18,9 @@ from msgspec import structs
 from gateway.config.settings import Config, GroupConfig, HostConfig, HostFile, ModelConfig
 from gateway.config.source import ConfigSource
 from gateway.model_files.metadata import Unreadable, find, read_config
+from protocol.checkpoint import TEXT, kind_of
 from protocol.collectives import BACKENDS, SEPARATOR, VARIABLES, ring_problem
-from protocol.kinds import TEXT, kind_of
-from protocol.sharding import AUTO, JACCL, NCCL, PIPELINE, RING, refusal, resolve
+from protocol.group import AUTO, JACCL, NCCL, PIPELINE, RING, refusal, resolve
 from protocol.spec import LOCAL, GroupSpec, HostSpec, WorkerSpec
 
 FILE_BYTES_MAX: Final = 1 << 20

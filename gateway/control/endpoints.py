@@ -56,9 +56,8 @@ from gateway.reload import Reloader, facts_of
 from gateway.request.why_slow import explain
 from gateway.services import Services
 from gateway.workers.supervisor.state import MemoryView, ModelMemory, ModelUnavailable, State, WorkerView
-from protocol.from_worker import Ready
-from protocol.kinds import TEXT
-from protocol.model_info import AdapterInfo
+from protocol.checkpoint import TEXT
+from protocol.from_worker import AdapterInfo, Ready
 from protocol.stats import RankStats, StatusStats
 
 _ref = msgspec.json.Decoder(RequestRef)

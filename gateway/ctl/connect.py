@@ -46,7 +46,7 @@ from gateway.failed import CommandFailed
 from gateway.media.modalities import modalities
 from gateway.model_files.metadata import DEMOS, FactsReader, ModelMetadata, Unreadable, find, inspect
 from gateway.state_dir import connected_path, default_home, keys_path, write_private
-from protocol.kinds import TEXT
+from protocol.checkpoint import TEXT
 
 if TYPE_CHECKING:
     from gateway.client_setup.clients import Client, Endpoint, Launch, Setup

@@ -50,7 +50,7 @@ from gateway.media.modalities import SETUP, has_towers_library
 from gateway.model_files.hub_cache import MAIN, split_revision
 from gateway.model_files.known_times import KnownTimes, speeds
 from gateway.model_files.metadata import ModelMetadata, Unreadable, adapter_sizes, inspect
-from protocol.kinds import TEXT
+from protocol.checkpoint import TEXT
 from protocol.timing_profile import profiles_dir
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from gateway.control_types import (
     UsageReport,
 )
 from gateway.model_files.prefix_files import PrefixFolder
-from protocol.kinds import SPEAKERS, TRANSCRIBERS
+from protocol.checkpoint import SPEAKERS, TRANSCRIBERS
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn

@@ -26,8 +26,8 @@ from gateway.media.pdf_process import PdfAnswer, PdfOrder, PdfPageContent, PdfPa
 from gateway.media.reference import DOCUMENT, IMAGE
 from gateway.media.resolve import MediaLease, digest_of
 from protocol.codec import MAX_FRAME_BYTES
-from protocol.prompts import ChatPrompt, Media
 from protocol.spec import IMAGE_PIXELS_MAX
+from protocol.to_worker import ChatPrompt, Media
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 from gateway.errors import BadRequest
 from gateway.model_files.metadata import Unreadable, declared_modalities, find
 from protocol.from_worker import Ready
-from protocol.prompts import Media
+from protocol.to_worker import Media
 
 TEXT: Final = "text"
 SETUP: Final = "mlxctl setup vision"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from gateway.errors import invalid_choice
-from protocol.prompts import Media
+from protocol.to_worker import Media
 
 # URLs of this scheme name media that an earlier response of the same tenant stored, by their digest in hexadecimal.
 STORED: Final = "mlxd-media:"

@@ -27,7 +27,7 @@ from gateway.media.host_names import HostNames
 from gateway.media.reference import DATA, IMAGE, STORED, FetchFailed, Reference, TooManyBytes
 from gateway.telemetry.metrics import MediaNumbers
 from protocol.codec import MAX_FRAME_BYTES
-from protocol.prompts import ChatPrompt, Media
+from protocol.to_worker import ChatPrompt, Media
 
 IN_FLIGHT_BYTES_MAX: Final = 512 * 1024 * 1024
 RETRY_AFTER_S: Final = 2.0

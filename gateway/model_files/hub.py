@@ -36,8 +36,7 @@ from msgspec import Struct
 from gateway.failed import CommandFailed
 from gateway.model_files.hub_cache import MAIN
 from gateway.model_files.metadata import ModelMetadata, TensorEntry, Weights, estimate, measure
-from protocol.checkpoint import is_head, is_tower
-from protocol.kinds import ENCODERS, audio_family
+from protocol.checkpoint import ENCODERS, audio_family, is_head, is_tower
 
 LIBRARIES: Final = ("mlx_lm", "mlx_vlm")
 # Besides MLX's own quantization, mlx-lm's loader supports these methods.

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from protocol.checkpoint import file_json
-from protocol.kinds import audio_family
-from protocol.weight_files import weight_files
+from protocol.checkpoint import audio_family, file_json
+from protocol.model_files import weight_files
 
 MAIN: Final = "main"
 # Patterns of the files one of which holds the vocabulary of a tokenizer.

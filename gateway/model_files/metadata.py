@@ -24,22 +24,26 @@ from msgspec.structs import replace
 from gateway.control_types import Speeds
 from gateway.model_files.hub_cache import cached_models, folder_of
 from gateway.model_files.known_times import fixed_bytes
-from protocol.chat_templates import ADDITIONAL_TEMPLATES, ChatTemplates
 from protocol.checkpoint import (
+    ADDITIONAL_TEMPLATES,
     AUDIO_SECTIONS,
+    TEXT,
     VISION_SECTIONS,
+    ChatTemplates,
+    audio_family,
     context_of,
     file_bytes,
     file_json,
+    group_of,
     has_section,
     is_head,
     is_tower,
+    kind_of,
+    number_bits,
+    obstacle,
     unused,
 )
-from protocol.experts import has_index, read_index
-from protocol.kinds import TEXT, audio_family, kind_of
-from protocol.quantized_kv import group_of, number_bits, obstacle
-from protocol.weight_files import UnusableWeights, check_tensors, weight_files
+from protocol.model_files import UnusableWeights, check_tensors, has_index, read_index, weight_files
 
 # A head for multi-token prediction may have its weights in this separate file.
 HEAD: Final = "mtp.safetensors"
@@ -123,7 +127,7 @@ class ModelMetadata(Struct, frozen=True):
     # `modalities` other than text for which the files have towers; `tower_bytes` is a part of `weights_bytes`.
     modalities: tuple[str, ...] = ()
     tower_bytes: int = 0
-    # `kind` is one of `protocol.kinds`; `family` is that of an audio model.
+    # `kind` is one of `protocol.checkpoint`; `family` is that of an audio model.
     kind: str = ""
     family: str = ""
     # `head` describes the head for multi-token prediction: `run`, the reason why it is not run, or empty without a

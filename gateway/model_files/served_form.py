@@ -10,8 +10,8 @@ from typing import Final
 
 import protocol
 from gateway.model_files.metadata import Unreadable, find
-from protocol.chat_templates import ADDITIONAL_TEMPLATES
-from protocol.model_digest import PROCESSOR_FILES, TOKENIZER_FILES, digest, files_digest, weights_digest
+from protocol.checkpoint import ADDITIONAL_TEMPLATES
+from protocol.model_files import PROCESSOR_FILES, TOKENIZER_FILES, digest, files_digest, weights_digest
 
 # Name, size and modification time of each file of the folder and its subfolders. The target of a link counts; a link
 # without a target does not.

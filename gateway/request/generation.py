@@ -25,10 +25,10 @@ from gateway.request.body_memory import RETRY_AFTER_S, BodyLease
 from gateway.request.in_flight import InFlightRequest
 from gateway.request.opener import LOST, Opener, Runtime
 from gateway.request.record import Header, RequestRecord, relaxed_header, truncated_header
+from protocol.checkpoint import TEXT
 from protocol.codec import BYTES_PER_TOKEN, prompt_bytes
 from protocol.failures import Code, Failure
 from protocol.from_worker import Delta, Finish, Progress
-from protocol.kinds import TEXT
 from protocol.to_worker import Generate
 
 _STOPPED: Final = Failure(Code.ABORTED, "The server stopped this generation.")

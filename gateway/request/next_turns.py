@@ -16,8 +16,7 @@ from gateway.telemetry.metrics import Metrics
 from gateway.workers.pool import Pool
 from gateway.workers.supervisor.state import State
 from protocol.codec import Unsendable
-from protocol.prompts import ChatPrompt, NextTurnPrompt
-from protocol.to_worker import BATCH_PRIORITY, Generate, Sampling
+from protocol.to_worker import BATCH_PRIORITY, ChatPrompt, Generate, NextTurnPrompt, Sampling
 
 # Number of newest answers of a model whose next turns may wait for their prefill.
 _MAX_WAITING: Final = 8

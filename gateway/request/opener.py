@@ -30,10 +30,10 @@ from gateway.telemetry.metrics import Metrics
 from gateway.workers.pool import Pool
 from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerView
 from gateway.workers.supervisor.worker import WorkerHandle
+from protocol.checkpoint import AUDIO, EMBED, RERANK, TEXT
 from protocol.codec import Unsendable
 from protocol.failures import Code, Failure
 from protocol.from_worker import Ready
-from protocol.kinds import AUDIO, EMBED, RERANK, TEXT
 from protocol.to_worker import Generate
 
 _ABILITIES: Final = {

@@ -22,7 +22,7 @@ from gateway.control_types import RequestTiming
 from gateway.media.resolve import MediaLease
 from gateway.request.body_memory import BodyLease
 from protocol.from_worker import Usage
-from protocol.prompts import Media
+from protocol.to_worker import Media
 
 NO_USAGE: Final = Usage(0, 0, 0)
 

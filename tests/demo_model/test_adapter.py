@@ -10,8 +10,7 @@ from mlx_lm.utils import load_tokenizer
 from deploy.demo_adapter.__main__ import ENDING, samples
 from gateway.adapter_loads import allowed_path
 from gateway.model_files.metadata import DEMO_ADAPTER, find
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import ChatPrompt, Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from worker.model.loader import DEMO_DIR, resolve
 

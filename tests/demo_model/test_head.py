@@ -7,8 +7,7 @@ import pytest
 from deploy.demo_model.corpus.generate import held_out_samples
 from deploy.demo_model.evaluate.measure import SHIPPED
 from deploy.demo_model.train.tokenizer import Renderer
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from worker.model.loader import LoadedModel
 from worker.tools.verify.verifier import EagerDrafts

@@ -12,8 +12,7 @@ from PIL import Image
 
 from deploy.demo_vision.questions import Clip
 from deploy.demo_vision.samples import CATEGORIES, VisionSample, held_out_samples
-from protocol.prompts import ChatPrompt, Media
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import ChatPrompt, Generate, Media, Sampling
 from tests.support.engine import EngineHarness, spec
 
 # Of each category.

@@ -18,8 +18,7 @@ from msgspec.structs import replace
 from gateway.main import DaemonExit
 from gateway.workers.supervisor.spawn import default_command
 from gateway.workers.supervisor.state import State, WorkerLimits
-from protocol.prompts import TextPrompt
-from protocol.to_worker import Tokenize
+from protocol.to_worker import TextPrompt, Tokenize
 from tests.gateway.telemetry.test_metrics import parsed
 from tests.support.daemon import DEADLINE_S, DaemonProcess, stream_text, write_config
 from tests.support.models import build

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from protocol.chat_templates import ChatTemplates
+from protocol.checkpoint import ChatTemplates
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,21 @@ from protocol.from_worker import (
     Up,
     Usage,
 )
-from protocol.prompts import ChatPrompt, TextPrompt, TokensPrompt
 from protocol.stats import Stats
-from protocol.to_worker import Abort, Down, Drain, Dump, Generate, Ping, Sampling, Shutdown, Welcome
+from protocol.to_worker import (
+    Abort,
+    ChatPrompt,
+    Down,
+    Drain,
+    Dump,
+    Generate,
+    Ping,
+    Sampling,
+    Shutdown,
+    TextPrompt,
+    TokensPrompt,
+    Welcome,
+)
 from tests.protocol import golden_frames
 
 FRAMES = [codec.encode(message) for message in (*golden_frames.down(), *golden_frames.up())]

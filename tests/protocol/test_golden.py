@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol import PROTOCOL, codec, from_worker, prompts, to_worker
+from protocol import PROTOCOL, codec, from_worker, to_worker
 from protocol.from_worker import DeltaKind, Finish, Hello, Up
 from protocol.to_worker import Down, Welcome
 from tests.protocol import golden_frames
@@ -98,7 +98,7 @@ def test_fields_with_a_default_may_be_missing_at_the_end(message: Any) -> None:
 def test_tags_are_never_shared_nor_changed() -> None:
     tags = {
         cls.__name__: cls.__struct_config__.tag
-        for module in (prompts, to_worker, from_worker)
+        for module in (to_worker, to_worker, from_worker)
         for cls in vars(module).values()
         if isinstance(cls, type) and issubclass(cls, msgspec.Struct) and cls.__struct_config__.tag is not None
     }

@@ -2,7 +2,7 @@
 
 import pytest
 
-from protocol.kinds import EMBED, RERANK, TEXT, kind_of
+from protocol.checkpoint import EMBED, RERANK, TEXT, kind_of
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 

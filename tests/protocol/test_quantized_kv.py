@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from protocol.quantized_kv import group_of_all, number_bits, obstacle
+from protocol.checkpoint import group_of_all, number_bits, obstacle
 
 PLAIN = {"model_type": "qwen3", "num_attention_heads": 8, "head_dim": 128}
 

@@ -11,16 +11,7 @@ import mlx_lm.utils
 import pytest
 from mlx_lm.models.pipeline import PipelineMixin
 
-from protocol.sharding import (
-    NCCL,
-    PIPELINE,
-    PIPELINE_TYPES,
-    RING,
-    TENSOR,
-    TENSOR_TYPES,
-    refusal,
-    resolve,
-)
+from protocol.group import NCCL, PIPELINE, PIPELINE_TYPES, RING, TENSOR, TENSOR_TYPES, refusal, resolve
 
 MODELS = Path(mlx_lm.models.__path__[0])
 BASE: dict[str, Any] = {

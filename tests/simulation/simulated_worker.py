@@ -25,14 +25,15 @@ from protocol.from_worker import (
     Up,
     Usage,
 )
-from protocol.prompts import ChatPrompt, NextTurnPrompt
 from protocol.stats import Stats
 from protocol.to_worker import (
     Abort,
+    ChatPrompt,
     Detokenize,
     Down,
     Drain,
     Generate,
+    NextTurnPrompt,
     Ping,
     SetAdapters,
     SetMemory,

@@ -28,7 +28,7 @@ from gateway.link.link import LATE_GRACE_S
 from gateway.reload import Reloader
 from gateway.state_dir import audit_path, write_private
 from gateway.workers.supervisor.state import ModelUnavailable
-from protocol.prompts import ChatPrompt
+from protocol.to_worker import ChatPrompt
 from tests.simulation.background_client import BackgroundClient, Trouble, draw_background_plan, number_of
 from tests.simulation.client import Client, Plan, draw_plan
 from tests.simulation.http_call import HttpCall

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
+from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
 from tests.support import vision_models
 from tests.support.drafters import copying_assistant, copying_block, eagle, gemma4
 from tests.support.engine import Result

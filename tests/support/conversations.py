@@ -9,8 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import ChatPrompt, Generate, Sampling
 from tests.support.engine import EngineHarness, Result
 
 _HEAD = r"""

@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import deepseek_v3, deepseek_v32, glm4_moe, glm4_moe_lite, glm_moe_dsa
 from mlx_lm.utils import load_model, save_config, save_model
 
-from protocol.weight_files import INDEX
+from protocol.model_files import INDEX
 from tests.support.models import VOCAB, build, tiny_tokenizer
 
 # Residual branches of the target, made so small that the next token is mostly a function of the one before.

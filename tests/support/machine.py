@@ -17,10 +17,9 @@ from protocol import PROTOCOL
 from protocol.codec import decode_down, encode
 from protocol.failures import Code, Failure
 from protocol.from_worker import Delta, Finish, Hello, Pong, Ready, Step, Up
-from protocol.prompts import TextPrompt
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
-from protocol.to_worker import Down, Generate, Ping, Sampling
+from protocol.to_worker import Down, Generate, Ping, Sampling, TextPrompt
 from tests.support.scale import patient
 
 

@@ -6,9 +6,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from protocol.prompts import TokensPrompt
 from protocol.spec import WorkerSpec
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.vision_models import MediaPrompt
 from worker.engine.row import Row
 from worker.model.loader import LoadedModel

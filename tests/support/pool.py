@@ -21,8 +21,7 @@ from gateway.workers.supervisor.spawn import Command
 from gateway.workers.supervisor.state import WorkerLimits
 from gateway.workers.supervisor.worker import WorkerHandle
 from protocol.from_worker import Delta, Finish
-from protocol.prompts import TextPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, TextPrompt
 from tests.support.machine import Recorder
 from tests.support.scale import patient
 from tests.support.scripted_worker import scripted as scripted

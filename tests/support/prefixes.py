@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from protocol.from_worker import Finish
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.engine import Result
 from tests.support.models import VOCAB
 

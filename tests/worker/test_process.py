@@ -34,21 +34,24 @@ from protocol.from_worker import (
     Tokenized,
     Up,
 )
-from protocol.prompts import ChatPrompt, Media, TextPrompt, TokensPrompt
 from protocol.sockets import addresses
 from protocol.spec import WorkerSpec
 from protocol.to_worker import (
     Abort,
+    ChatPrompt,
     Constraint,
     ConstraintKind,
     Drain,
     Dump,
     Generate,
+    Media,
     Ping,
     Sampling,
     SetLogLevel,
     Shutdown,
+    TextPrompt,
     Tokenize,
+    TokensPrompt,
     Welcome,
 )
 from tests.support.models import VOCAB

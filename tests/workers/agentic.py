@@ -15,8 +15,7 @@ from scripted import PROMPT_TOKENS, Scripted, main
 from talkative import events
 
 from protocol.from_worker import Accepted
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import Generate
+from protocol.to_worker import ChatPrompt, Generate
 
 FILE: Final = "proof.txt"
 # What clients call the tool that runs a command or reads a file, the likeliest first.

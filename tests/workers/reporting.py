@@ -5,8 +5,7 @@ import sys
 import msgspec
 from scripted import Scripted, main
 
-from protocol.from_worker import Ready
-from protocol.model_info import GroupInfo, RankInfo
+from protocol.from_worker import GroupInfo, RankInfo, Ready
 from protocol.stats import Stats
 from tests.support.statistics import distinct
 

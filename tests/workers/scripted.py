@@ -22,6 +22,7 @@ from protocol import PROTOCOL, __version__, codec, sockets
 from protocol.failures import Code, Failure
 from protocol.from_worker import (
     Accepted,
+    AdapterInfo,
     AdaptersSet,
     Delta,
     Drained,
@@ -40,12 +41,11 @@ from protocol.from_worker import (
     Up,
     Usage,
 )
-from protocol.model_info import AdapterInfo
-from protocol.prompts import ChatPrompt, Prompt, TextPrompt
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
 from protocol.to_worker import (
     Abort,
+    ChatPrompt,
     Detokenize,
     Down,
     Drain,
@@ -53,11 +53,13 @@ from protocol.to_worker import (
     Explain,
     Generate,
     Ping,
+    Prompt,
     SetAdapters,
     SetLogLevel,
     SetMemory,
     SetPace,
     Shutdown,
+    TextPrompt,
     Tokenize,
     Welcome,
 )

@@ -8,8 +8,7 @@ import msgspec
 from scripted import Scripted, main
 
 from protocol.from_worker import Accepted, Delta, Finish, Ready, Tokenized, Usage
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import Down, Generate, Tokenize
+from protocol.to_worker import ChatPrompt, Down, Generate, Tokenize
 
 TOKENS_OF_ONE = 16
 

@@ -15,8 +15,7 @@ from scripted import PROMPT_TOKENS, Scripted, main
 
 from protocol.failures import Code, Failure
 from protocol.from_worker import Accepted, Delta, DeltaKind, Finish, Progress, TokenLogprob, ToolCallDelta, Usage
-from protocol.prompts import ChatPrompt, TextPrompt
-from protocol.to_worker import Generate
+from protocol.to_worker import ChatPrompt, Generate, TextPrompt
 
 # A reader on a busy machine has what came before the pause by then.
 WAIT_S = 0.1

@@ -14,8 +14,7 @@ from scripted import PROMPT_TOKENS, Scripted, main
 from talkative import events
 
 from protocol.from_worker import Accepted, Ready
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import Generate
+from protocol.to_worker import ChatPrompt, Generate
 
 
 class Watchful(Scripted):

@@ -7,12 +7,10 @@ from typing import Any, Final
 import numpy as np
 from msgspec import structs
 
-from protocol import transcript
+from protocol import from_worker
 from protocol.failures import Code
-from protocol.from_worker import Tokenized
-from protocol.prompts import Media, SpeechPrompt, TranscribePrompt
-from protocol.to_worker import Detokenize, Generate, Tokenize
-from protocol.transcript import SPOKEN_TOKENS_PER_S, TRANSCRIBED_TOKENS_PER_S, TranscriptPart
+from protocol.from_worker import SPOKEN_TOKENS_PER_S, TRANSCRIBED_TOKENS_PER_S, Tokenized, TranscriptPart
+from protocol.to_worker import Detokenize, Generate, Media, SpeechPrompt, Tokenize, TranscribePrompt
 from worker.audio import sound_writer
 from worker.audio.audio_jobs import AudioJob, AudioPiece, PendingClip
 from worker.audio.audio_model import AudioModel
@@ -179,7 +177,7 @@ def _transcript(windows: Iterator[AudioWindow], seconds: float) -> Generator[Aud
         part = TranscriptPart(window.segments, window.language, round(seconds, 3))
         # Text must count as a token; otherwise a successor of this worker could not know that the text was sent.
         tokens = tuple(window.tokens) or ((0,) if window.text else ())
-        yield AudioPiece(window.text, tokens, transcript.encode(part))
+        yield AudioPiece(window.text, tokens, from_worker.encode(part))
 
 
 def _speech(speaker: Speaker, prompt: SpeechPrompt, seed: int, check: Check) -> Generator[AudioPiece]:

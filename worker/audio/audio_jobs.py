@@ -23,10 +23,19 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 from protocol.failures import Code, Failure
-from protocol.from_worker import Delta, Finish, Rejected, Step, Up, Usage
+from protocol.from_worker import (
+    MAX_CLIP_BYTES,
+    MIN_CLIP_BYTES,
+    SPOKEN_TOKENS_PER_S,
+    Delta,
+    Finish,
+    Rejected,
+    Step,
+    Up,
+    Usage,
+)
 from protocol.spec import DEFAULT_MAX_RUNNING, WorkerSpec
 from protocol.to_worker import Abort, Drain, Shutdown
-from protocol.transcript import MAX_CLIP_BYTES, MIN_CLIP_BYTES, SPOKEN_TOKENS_PER_S
 from worker.audio.audio_model import AudioModel
 from worker.engine.gauges import Gauges
 from worker.errors import RequestInvalid

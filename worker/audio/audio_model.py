@@ -12,12 +12,11 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
+from protocol.checkpoint import SPEAKERS, TRANSCRIBERS, audio_family
 from protocol.failures import Code
-from protocol.kinds import SPEAKERS, TRANSCRIBERS, audio_family
-from protocol.model_info import AudioInfo
-from protocol.prompts import SpeechPrompt, TranscribePrompt
+from protocol.from_worker import AudioInfo
 from protocol.spec import WorkerSpec
-from protocol.to_worker import Sampling
+from protocol.to_worker import Sampling, SpeechPrompt, TranscribePrompt
 from worker.audio import sound_writer
 from worker.audio.speaker import Instructions, Speaker
 from worker.audio.transcriber import Transcriber

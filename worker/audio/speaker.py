@@ -12,7 +12,7 @@ from typing import Any, Final
 import mlx.core as mx
 import numpy as np
 
-from protocol.prompts import SpeechPrompt
+from protocol.to_worker import SpeechPrompt
 from worker.audio.transcriber import AddedTokens, Check, Samples
 
 # Matches ends of sentences, with closing quotation marks and brackets; a line break ends one as well. The lookbehind

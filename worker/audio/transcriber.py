@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten
 
-from protocol.prompts import TranscribePrompt
-from protocol.to_worker import Sampling
-from protocol.transcript import Segment, Word
+from protocol.from_worker import Segment, Word
+from protocol.to_worker import Sampling, TranscribePrompt
 
 # Matches punctuation. An added token of letters and spaces only is ordinary text.
 _PUNCTUATION: Final = re.compile(r"[^\w\s]")

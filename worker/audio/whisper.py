@@ -23,9 +23,8 @@ from mlx_audio.stt.models.whisper.decoding import DecodingOptions, DecodingTask,
 from mlx_audio.stt.models.whisper.timing import add_word_timestamps
 from mlx_audio.stt.models.whisper.tokenizer import LANGUAGES, TO_LANGUAGE_CODE
 
-from protocol.prompts import TranscribePrompt
-from protocol.to_worker import Sampling
-from protocol.transcript import Segment, Word
+from protocol.from_worker import Segment, Word
+from protocol.to_worker import Sampling, TranscribePrompt
 from worker.audio.transcriber import AddedTokens, AudioWindow, Check, Samples
 
 # Temperatures at which a window is decoded, one after another, until decoding succeeds.

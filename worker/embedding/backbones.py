@@ -20,10 +20,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model  # pyright: ignore[reportPrivateUsage]  # as load_model itself does
 
-from protocol.checkpoint import is_scaled, kind_of_scaling, rope_tables
+from protocol.checkpoint import ENCODERS, is_scaled, kind_of_scaling, rope_tables
 from protocol.failures import Code
-from protocol.kinds import ENCODERS
-from protocol.weight_files import weight_files
+from protocol.model_files import weight_files
 from worker.embedding.pooling import pooled
 from worker.errors import LoadFailed
 from worker.model.checkpoint_view import CONFIG, checkpoint_view

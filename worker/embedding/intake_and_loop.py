@@ -19,22 +19,24 @@ from typing import Final
 import numpy as np
 from msgspec.structs import replace
 
+from protocol.checkpoint import EMBED
 from protocol.failures import Code, Failure
 from protocol.from_worker import Delta, Finish, Progress, Tokenized, Up
-from protocol.kinds import EMBED
-from protocol.prompts import (
+from protocol.spec import WorkerSpec
+from protocol.to_worker import (
     ChatPrompt,
+    Detokenize,
     EmbedPrompt,
+    Generate,
     NextTurnPrompt,
     Prompt,
     ScorePrompt,
     SpeechPrompt,
     TextPrompt,
+    Tokenize,
     TokensPrompt,
     TranscribePrompt,
 )
-from protocol.spec import WorkerSpec
-from protocol.to_worker import Detokenize, Generate, Tokenize
 from worker.embedding.load_model import EmbeddingInput, EmbeddingJob, EmbeddingModel, Numbers
 from worker.engine.gauges import Gauges
 from worker.errors import RequestInvalid

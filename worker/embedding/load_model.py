@@ -14,10 +14,9 @@ import numpy.typing as npt
 from mlx.utils import tree_flatten
 from transformers import AutoTokenizer
 
-from protocol.checkpoint import context_of, has_media
+from protocol.checkpoint import EMBED, ENCODERS, RERANK, TEXT, context_of, has_media, kind_of
 from protocol.failures import Code
-from protocol.kinds import EMBED, ENCODERS, RERANK, TEXT, kind_of
-from protocol.model_info import EmbeddingInfo
+from protocol.from_worker import EmbeddingInfo
 from protocol.spec import WorkerSpec
 from worker.embedding.backbones import BidirectionalGemma, DecoderBackbone, EncoderBackbone, load_backbone
 from worker.embedding.pooling import PoolingHead, Steps, read_steps

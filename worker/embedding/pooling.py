@@ -11,9 +11,8 @@ from typing import Any, Final
 import mlx.core as mx
 import mlx.nn as nn
 
-from protocol.checkpoint import file_json
+from protocol.checkpoint import MODULES, file_json
 from protocol.failures import Code
-from protocol.kinds import MODULES
 from worker.errors import LoadFailed, foreign_code
 from worker.model.loader import read_json
 

@@ -32,8 +32,8 @@ import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import make_prompt_cache
 
+from protocol.checkpoint import ALL_WHOLE, group_of_all, obstacle
 from protocol.failures import Code
-from protocol.quantized_kv import ALL_WHOLE, group_of_all, obstacle
 from protocol.to_worker import Sampling
 from worker.attention import kernel
 from worker.attention.kernel import Attend, AttentionSwitch, NotProved, join, prove

@@ -26,8 +26,7 @@ from mlx_lm.models.cache import TokenBuffer
 
 from protocol.from_worker import TokenLogprob, Usage
 from protocol.group import RowQuestion
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import ChatPrompt, Generate, Sampling
 from worker.model.lora.adapters import Adapter
 from worker.output.detokenize import Detokenizer, Vocabulary
 from worker.output.parsers.parser import Parser

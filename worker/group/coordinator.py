@@ -18,10 +18,9 @@ import zmq
 from protocol import group
 from protocol.codec import MalformedFrame
 from protocol.failures import Code
-from protocol.group import BeginGroup, ClearCache, InsertRow, Op, RemoveRow, ResizeCache, SettleMemory
-from protocol.model_info import GroupInfo, RankInfo
-from protocol.sharding import RING, refusal
-from protocol.sharding import resolve as divided
+from protocol.from_worker import GroupInfo, RankInfo
+from protocol.group import RING, BeginGroup, ClearCache, InsertRow, Op, RemoveRow, ResizeCache, SettleMemory, refusal
+from protocol.group import resolve as divided
 from protocol.spec import WorkerSpec
 from protocol.stats import RankStats
 from protocol.to_worker import SetMemory

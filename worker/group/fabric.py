@@ -26,7 +26,7 @@ import mlx.core as mx
 from protocol import __version__, collectives
 from protocol.failures import Code
 from protocol.group import JoinGroup, RankMemory, StartLoading, Versions
-from protocol.model_digest import TOKENIZER_FILES, digest, files_digest, weights_digest
+from protocol.model_files import TOKENIZER_FILES, digest, files_digest, weights_digest
 from protocol.spec import RankSpec, WorkerSpec
 from worker.engine.row import Token
 from worker.engine.scheduling.kv_budget import KvCost

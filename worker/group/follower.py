@@ -13,7 +13,7 @@ import zmq
 
 from protocol import group
 from protocol.failures import Code, ExitStatus, Failure
-from protocol.sharding import parts_of
+from protocol.group import parts_of
 from protocol.spec import WorkerSpec
 from protocol.to_worker import SetMemory
 from worker.engine.batch import Batch

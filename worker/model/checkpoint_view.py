@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from protocol.weight_files import PATTERN, UnusableWeights, weight_files
+from protocol.model_files import PATTERN, UnusableWeights, weight_files
 
 ANY: Final = "*.safetensors"
 CONFIG: Final = "config.json"

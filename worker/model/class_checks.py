@@ -25,7 +25,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from protocol.checkpoint import UNSCALED, is_scaled, kind_of_scaling, rope_tables
 from protocol.failures import Code
-from protocol.weight_files import weight_files
+from protocol.model_files import weight_files
 from worker.errors import LoadFailed
 
 log = logging.getLogger("mlxd.worker")

@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from protocol.failures import Code
-from protocol.sharding import PIPELINE, refusal
+from protocol.group import PIPELINE, refusal
 from worker.errors import LoadFailed, foreign_code
 
 

@@ -25,7 +25,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 from numpy.typing import NDArray
 
-from protocol.experts import FOLDER, ExpertIndex, ExpertLayer, ExpertTensor
+from protocol.model_files import FOLDER, ExpertIndex, ExpertLayer, ExpertTensor
 from protocol.stats import Stats
 
 # NumPy has no bfloat16, so the bytes of bfloat16 arrays are handled as integers of the same width.

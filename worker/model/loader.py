@@ -35,11 +35,10 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedConfig
 
 from protocol.checkpoint import CONTEXT_KEYS, UnusableRope, context_of, file_json, has_media
-from protocol.experts import has_index, read_index
 from protocol.failures import Code
+from protocol.model_files import UnusableWeights, check_tensors, has_index, read_index, weight_files
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
-from protocol.weight_files import UnusableWeights, check_tensors, weight_files
 from worker.errors import LoadFailed, foreign_code, is_allocation_failure
 from worker.model import packing
 from worker.model.batch_mode import BatchModePlan

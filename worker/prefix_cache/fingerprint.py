@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from protocol.failures import Code
-from protocol.model_digest import PROCESSOR_FILES, TOKENIZER_FILES, digest, files_digest, weights_digest
+from protocol.model_files import PROCESSOR_FILES, TOKENIZER_FILES, digest, files_digest, weights_digest
 from protocol.spec import WorkerSpec
 from worker.errors import LoadFailed
 from worker.kv.kv import KvLayout, kind_of_leaf, leaves

@@ -24,9 +24,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import SandboxedEnvironment
 from jinja2.utils import Namespace
 
-from protocol.chat_templates import ChatTemplates
+from protocol.checkpoint import ChatTemplates
 from protocol.failures import Code
-from protocol.prompts import ChatPrompt
+from protocol.to_worker import ChatPrompt
 from worker.errors import RequestInvalid
 from worker.prompt.rewrites import Message, Messages
 

@@ -6,9 +6,9 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from protocol.chat_templates import ChatTemplates
+from protocol.checkpoint import ChatTemplates
 from protocol.failures import Code
-from protocol.prompts import ChatPrompt
+from protocol.to_worker import ChatPrompt
 from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
 from worker.output.parsers.channels import Channels

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from protocol.failures import Code
-from protocol.prompts import Infill
+from protocol.to_worker import Infill
 from worker.errors import RequestInvalid
 from worker.prompt.encode import PromptEncoder
 

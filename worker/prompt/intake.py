@@ -13,19 +13,23 @@ from msgspec import structs
 
 from protocol.failures import Code
 from protocol.from_worker import Tokenized
-from protocol.prompts import (
+from protocol.to_worker import (
     ChatPrompt,
+    Constraint,
+    Detokenize,
     EmbedPrompt,
+    Generate,
     Infill,
     NextTurnPrompt,
     Prompt,
+    Sampling,
     ScorePrompt,
     SpeechPrompt,
     TextPrompt,
+    Tokenize,
     TokensPrompt,
     TranscribePrompt,
 )
-from protocol.to_worker import Constraint, Detokenize, Generate, Sampling, Tokenize
 from worker.engine.output import OutputWriter
 from worker.engine.row import PromptReport, Row, RowQuestions, RowStats, RowText
 from worker.errors import RequestInvalid

@@ -21,8 +21,14 @@ from typing import Any, Final
 from msgspec import structs
 
 from protocol.failures import Code
-from protocol.prompts import ChatPrompt, TextPrompt
-from protocol.to_worker import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN, Generate, Sampling
+from protocol.to_worker import (
+    REPETITION_PENALTY_MAX,
+    REPETITION_PENALTY_MIN,
+    ChatPrompt,
+    Generate,
+    Sampling,
+    TextPrompt,
+)
 from worker.errors import RequestInvalid
 from worker.prompt.media_prompt import EncodedPrompt
 from worker.sampling.penalties import BadWords

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from msgspec import structs
 
 from protocol.failures import Code
-from protocol.prompts import ChatPrompt, Media
+from protocol.to_worker import ChatPrompt, Media
 from worker.errors import RequestInvalid
 from worker.model.loader import LoadedModel
 from worker.prompt.encode import PromptEncoder

@@ -21,8 +21,7 @@ import numpy as np
 from msgspec import structs
 
 from protocol.from_worker import Explained, MissCause, MissCode
-from protocol.prompts import ChatPrompt, NextTurnPrompt, Prompt
-from protocol.to_worker import Explain
+from protocol.to_worker import ChatPrompt, Explain, NextTurnPrompt, Prompt
 from worker.engine.row import Row, RowStats, Thinking
 from worker.prefix_cache.prefix import PrefixCache
 from worker.prefix_cache.radix_tree import Tokens, common_prefix

@@ -13,8 +13,7 @@ from msgspec import structs
 
 from protocol.failures import Code
 from protocol.from_worker import DeltaKind
-from protocol.prompts import ChatPrompt, NextTurnPrompt
-from protocol.to_worker import Sampling
+from protocol.to_worker import ChatPrompt, NextTurnPrompt, Sampling
 from worker.engine.output import OutputWriter
 from worker.engine.row import Row, RowStats, RowText
 from worker.errors import RequestInvalid

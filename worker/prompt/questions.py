@@ -13,8 +13,7 @@ from msgspec import structs
 
 from protocol.failures import Code
 from protocol.group import RowQuestion
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import LabelledQuestion
+from protocol.to_worker import ChatPrompt, LabelledQuestion
 from worker.engine.row import RowQuestions, slice_ends
 from worker.errors import RequestInvalid
 from worker.prompt.encode import PromptEncoder

@@ -16,7 +16,7 @@ from jinja2.exceptions import TemplateError
 from msgspec import structs
 
 from protocol.failures import Code
-from protocol.prompts import ChatPrompt
+from protocol.to_worker import ChatPrompt
 from worker.errors import RequestInvalid
 from worker.output.parsers.schema import Schema, mapping, referred
 from worker.prompt.chat_template import REFUSALS, RENDERING, ChatTemplate, thinking_variables

@@ -11,8 +11,7 @@ from typing import Any, Final
 from jinja2.exceptions import TemplateSyntaxError
 from msgspec import structs
 
-from protocol.chat_templates import ChatTemplates
-from protocol.checkpoint import file_json
+from protocol.checkpoint import ChatTemplates, file_json
 from protocol.failures import Code
 from protocol.spec import WorkerSpec
 from worker.engine.load_checks import choose, gap_problem, quantize_kv, sample

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from protocol.failures import Code, Failure
-from protocol.from_worker import AdaptersSet
-from protocol.model_info import AdapterInfo
+from protocol.from_worker import AdapterInfo, AdaptersSet
 from protocol.to_worker import Abort, Generate, SetAdapters
 from worker.engine.gauges import Gauges
 from worker.link import ClientRequest, Control, GatewayLink

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable
 
+from protocol.checkpoint import AUDIO
 from protocol.from_worker import Ready
-from protocol.kinds import AUDIO
 from protocol.spec import WorkerSpec
 from protocol.timing_profile import LoadFacts
 from worker.audio.audio_intake import AudioIntake

@@ -11,10 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Final
 
+from protocol.checkpoint import TEXT
 from protocol.failures import Code, Failure
-from protocol.from_worker import Ready
-from protocol.kinds import TEXT
-from protocol.model_info import MediaInfo
+from protocol.from_worker import MediaInfo, Ready
 from protocol.spec import WorkerSpec
 from protocol.timing_profile import FOLDER_ENV, LoadFacts
 from protocol.to_worker import Generate, SetAdapters

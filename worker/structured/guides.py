@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from protocol.chat_templates import ChatTemplates
+from protocol.checkpoint import ChatTemplates
 from protocol.to_worker import Constraint
 from worker.output.parsers.channels import Channels
 from worker.output.parsers.families import FAMILIES, start_in_reasoning

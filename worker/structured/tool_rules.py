@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 from protocol.failures import Code
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import Constraint, ConstraintKind
+from protocol.to_worker import ChatPrompt, Constraint, ConstraintKind
 from worker.errors import RequestInvalid
 from worker.output.parsers.channels import Channels
 from worker.output.parsers.families import FAMILIES

@@ -17,8 +17,8 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
+from protocol.checkpoint import TEXT
 from protocol.failures import ExitStatus
-from protocol.kinds import TEXT
 from protocol.spec import WorkerSpec, read_spec
 from protocol.timing_profile import FOLDER_ENV, Calibration, CalibrationResult, MeasuredSpeed
 from worker.embedding.load_model import kind_of_spec

@@ -21,8 +21,16 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, save_model
 
 from protocol.checkpoint import has_media
-from protocol.experts import FOLDER, INDEX, VERSION, ExpertIndex, ExpertLayer, ExpertTensor, has_index
-from protocol.weight_files import weight_files
+from protocol.model_files import (
+    EXPERTS_INDEX,
+    FOLDER,
+    VERSION,
+    ExpertIndex,
+    ExpertLayer,
+    ExpertTensor,
+    has_index,
+    weight_files,
+)
 from worker.errors import LoadFailed
 from worker.model.checkpoint_view import CONFIG, checkpoint_view
 from worker.model.experts import chosen_of, name_of, put, switches_of, to_bytes
@@ -126,7 +134,7 @@ def _write(
             shutil.copy(file, folder)
     chosen = chosen_of(config, min(layer.experts for layer in layers))
     index = ExpertIndex(VERSION, chosen, tuple(layers))
-    (folder / FOLDER / INDEX).write_bytes(msgspec.json.encode(index))
+    (folder / FOLDER / EXPERTS_INDEX).write_bytes(msgspec.json.encode(index))
     return index
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from protocol.failures import Code
-from protocol.prompts import Media
+from protocol.to_worker import Media
 from worker.errors import RequestInvalid
 from worker.vision.images import ImageHeader, MediaLimits, decode, read_header, refused
 

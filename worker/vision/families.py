@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from protocol.failures import Code
-from protocol.prompts import Media
+from protocol.to_worker import Media
 from worker.errors import RequestInvalid, foreign_code
 from worker.vision.checkpoint import UnsupportedVision
 from worker.vision.clips import FrameSampling, open_clip

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.failures import Code
-from protocol.prompts import Media
+from protocol.to_worker import Media
 from worker.vision.clips import open_file, pyav, reason_of
 from worker.vision.images import refused
 

@@ -17,7 +17,7 @@ import mlx.nn as nn
 import numpy.typing as npt
 from mlx.utils import tree_flatten
 
-from protocol.weight_files import weight_files
+from protocol.model_files import weight_files
 from worker.errors import is_allocation_failure
 from worker.vision.checkpoint import Needs, UnsupportedVision, known_weights, tower_config, tower_names
 from worker.vision.multimodal_merge import MediaFeatures, MultimodalMerge, text_core

@@ -49,8 +49,7 @@ from gateway.api.openai.request import Seed
 from gateway.config.settings import ModelConfig, ThinkingDefaults
 from gateway.errors import BadRequest, Unsupported, missing_parameter
 from gateway.media.reference import IMAGE, by_base64, by_url, document
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
+from protocol.to_worker import ChatPrompt, Constraint, ConstraintKind, Generate, Sampling
 
 # Types of blocks that prompts have a form for.
 SHOWN: Final = ("text", "image", "document", "search_result", "tool_reference", "tool_use", "tool_result", "thinking")

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from gateway.errors import BadRequest, invalid_choice
 from gateway.media.reference import Reference
-from protocol.prompts import ChatPrompt, Media
+from protocol.to_worker import ChatPrompt, Media
 
 T = TypeVar("T")
 

@@ -14,15 +14,15 @@ from gateway.request.opener import kind_of_model
 from gateway.request.routing import Router
 from gateway.services import Services
 from gateway.workers.supervisor.state import State, WorkerView
-from protocol.kinds import TEXT
+from protocol.checkpoint import TEXT
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
     """Entry of a list of models: a model, or a profile or adapter of a model.
 
-    The worker reports `modalities` and `kind` (one of `protocol.kinds`); before the model is loaded, they come from its
-    files.
+    The worker reports `modalities` and `kind` (one of `protocol.checkpoint`); before the model is loaded, they come
+    from its files.
     """
 
     model: ModelConfig

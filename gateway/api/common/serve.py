@@ -47,11 +47,10 @@ from gateway.request.next_turns import has_next_turn
 from gateway.request.record import Header, RequestRecord, ignored_header, with_ignored
 from gateway.services import Services
 from gateway.workers.supervisor.state import ModelUnavailable
+from protocol.checkpoint import TEXT
 from protocol.codec import BYTES_PER_TOKEN, Unsendable, pack
 from protocol.from_worker import Delta, Tokenized
-from protocol.kinds import TEXT
-from protocol.prompts import ChatPrompt, Media, Prompt
-from protocol.to_worker import Detokenize, Generate, Tokenize
+from protocol.to_worker import ChatPrompt, Detokenize, Generate, Media, Prompt, Tokenize
 
 T = TypeVar("T")
 

@@ -31,8 +31,7 @@ from gateway.http.bodies import send_body
 from gateway.request.record import record_of
 from gateway.services import Services
 from protocol.from_worker import Delta, Finish, Progress, Usage
-from protocol.prompts import Infill, TextPrompt, TokensPrompt
-from protocol.to_worker import Generate
+from protocol.to_worker import Generate, Infill, TextPrompt, TokensPrompt
 
 # Fields for llama.cpp's cache, slots and truncation. They are not needed: mlxd caches every prefix, and answers a
 # prompt that is too long with a 400.

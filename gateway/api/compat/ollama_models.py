@@ -18,7 +18,7 @@ from gateway.http.bodies import send_body
 from gateway.request.record import ignored_header, record_of
 from gateway.request.routing import over
 from gateway.services import Services
-from protocol.kinds import EMBED, TEXT
+from protocol.checkpoint import EMBED, TEXT
 
 # mlxd implements the API of this version of Ollama and reports it. Clients refuse older versions.
 VERSION: Final = "0.34.0"

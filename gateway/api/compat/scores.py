@@ -14,9 +14,8 @@ from gateway.api.common.serve import Vectors, respond_vectors
 from gateway.errors import BadRequest, missing_parameter
 from gateway.request.record import record_of
 from gateway.services import Services
-from protocol.kinds import RERANK
-from protocol.prompts import ScorePrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.checkpoint import RERANK
+from protocol.to_worker import Generate, Sampling, ScorePrompt
 
 DOCUMENTS_MAX: Final = 2048
 NO_ACTION: Final = frozenset({"user"})

@@ -19,7 +19,7 @@ from gateway.http.bodies import send_body
 from gateway.http.sse import cut_off
 from gateway.request.record import record_of
 from gateway.services import Services
-from protocol.prompts import ChatPrompt, TextPrompt
+from protocol.to_worker import ChatPrompt, TextPrompt
 
 
 class TokenizeRequest(Struct, frozen=True, kw_only=True):

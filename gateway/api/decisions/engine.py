@@ -18,8 +18,7 @@ from gateway.api.common.serve import Vectors, respond_vectors
 from gateway.errors import Unavailable
 from gateway.request.record import record_of
 from gateway.services import Services
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import Generate, LabelledQuestion, Sampling
+from protocol.to_worker import ChatPrompt, Generate, LabelledQuestion, Sampling
 
 QUESTIONS_MAX: Final = 400
 OPTIONS_MIN: Final = 2

@@ -33,7 +33,7 @@ from gateway.errors import BadRequest, Unsupported, invalid_choice, missing_para
 from gateway.media.reference import DETAILS
 from gateway.request.record import record_of
 from gateway.services import Services
-from protocol.prompts import ChatPrompt
+from protocol.to_worker import ChatPrompt
 
 NO_ACTION: Final = frozenset({"safety_identifier"})
 CACHE_MODES: Final = ("implicit", "explicit")

@@ -16,9 +16,8 @@ from gateway.errors import BadRequest
 from gateway.http.bodies import send_body
 from gateway.request.record import RequestRecord, record_of
 from gateway.services import Services
-from protocol.kinds import EMBED
-from protocol.prompts import EmbedPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.checkpoint import EMBED
+from protocol.to_worker import EmbedPrompt, Generate, Sampling
 
 INPUTS_MAX: Final = 2048
 # This value truncates inputs to the model's limit.

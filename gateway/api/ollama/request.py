@@ -56,8 +56,7 @@ from gateway.api.openai.request import CalledFunction, Penalty, RepetitionPenalt
 from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.errors import BadRequest, Unsupported, invalid_choice
 from gateway.media.reference import IMAGE, by_base64, by_url
-from protocol.prompts import ChatPrompt, Infill, Prompt, TextPrompt
-from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
+from protocol.to_worker import ChatPrompt, Constraint, ConstraintKind, Generate, Infill, Prompt, Sampling, TextPrompt
 
 # Matches durations of zero in Go's notation, or in seconds. Each number of a longer duration must end in a unit;
 # otherwise matching a row of zeros could take exponential time.

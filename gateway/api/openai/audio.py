@@ -29,11 +29,10 @@ from gateway.http.direct_write import writer_of
 from gateway.http.sse import StreamTiming, cut_off, folded
 from gateway.request.record import record_of
 from gateway.services import Services
-from protocol import transcript
+from protocol import from_worker
+from protocol.checkpoint import AUDIO
 from protocol.from_worker import Delta, Usage
-from protocol.kinds import AUDIO
-from protocol.prompts import SpeechPrompt, TranscribePrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, SpeechPrompt, TranscribePrompt
 
 
 class AudioTokens(Struct, frozen=True):
@@ -101,7 +100,7 @@ class Transcript:
         self.text = ""
         self.language = ""
         self.seconds = 0.0
-        self.segments: list[transcript.Segment] = []
+        self.segments: list[from_worker.Segment] = []
         self.usage: Usage | None = None
 
     def add(self, deltas: Sequence[Delta]) -> str:
@@ -110,7 +109,7 @@ class Transcript:
         for delta in deltas:
             new += delta.text
             if delta.data:
-                part = transcript.decode(delta.data)
+                part = from_worker.decode(delta.data)
                 self.language = self.language or part.language
                 self.seconds = part.seconds
                 self.segments += [segment for segment in part.segments if segment.text.strip()]

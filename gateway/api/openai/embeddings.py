@@ -14,9 +14,8 @@ from gateway.api.openai.request import NO_ACTION, PROMPTS, TokenId
 from gateway.errors import BadRequest, invalid_choice
 from gateway.request.record import record_of
 from gateway.services import Services
-from protocol.kinds import EMBED
-from protocol.prompts import EmbedPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.checkpoint import EMBED
+from protocol.to_worker import EmbedPrompt, Generate, Sampling
 
 # Maximum number of inputs, as in OpenAI's API.
 INPUTS_MAX: Final = 2048

@@ -50,8 +50,7 @@ from gateway.api.openai.request import (
 from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.errors import BadRequest, Unsupported, invalid_choice, missing_parameter
 from gateway.media.reference import AUDIO, IMAGE, VIDEO, by_base64, by_url, detail_options, document, merged
-from protocol.prompts import ChatPrompt, Infill, Prompt, TextPrompt, TokensPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import ChatPrompt, Generate, Infill, Prompt, Sampling, TextPrompt, TokensPrompt
 
 # Maps each type of part to its kind of medium, and to the fields that may have its URL, the usual field first.
 MEDIA_PARTS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {

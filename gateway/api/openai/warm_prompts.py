@@ -8,8 +8,7 @@ from gateway.api.openai.request import decode_chat
 from gateway.config.settings import Config, ConfigError, ModelConfig
 from gateway.config.source import ConfigSource
 from gateway.errors import ApiError
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import Generate
+from protocol.to_worker import ChatPrompt, Generate
 
 # Requests of clients have lower numbers, so they run first.
 WARM_PRIORITY: Final = 1_000_000

@@ -72,8 +72,7 @@ from gateway.http.sse import cut_off
 from gateway.request.record import Header, RequestRecord, record_of
 from gateway.services import Services
 from protocol.from_worker import Delta, DeltaKind, Usage
-from protocol.prompts import ChatPrompt, Media
-from protocol.to_worker import Generate
+from protocol.to_worker import ChatPrompt, Generate, Media
 
 _encode = msgspec.json.Encoder().encode
 

@@ -25,7 +25,7 @@ from gateway.http.bodies import reserve
 from gateway.media.reference import stored_url
 from gateway.request.record import RequestRecord
 from protocol.codec import MAX_FRAME_BYTES
-from protocol.prompts import Media
+from protocol.to_worker import Media
 
 T = TypeVar("T")
 

@@ -29,8 +29,7 @@ from gateway.api.responses.request import (
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest, Unsupported, invalid_choice, missing_parameter
 from gateway.media.reference import AUDIO, IMAGE, VIDEO, by_base64, by_url, detail_options, document
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import BATCH_PRIORITY, Constraint, Generate, Sampling
+from protocol.to_worker import BATCH_PRIORITY, ChatPrompt, Constraint, Generate, Sampling
 
 T = TypeVar("T")
 

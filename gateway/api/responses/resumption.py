@@ -34,8 +34,7 @@ from gateway.request.generation import Generation
 from gateway.request.record import RequestRecord
 from gateway.services import Services
 from protocol.codec import pack
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import Generate
+from protocol.to_worker import ChatPrompt, Generate
 
 PATH: Final = "/v1/responses"
 log = logging.getLogger(__name__)

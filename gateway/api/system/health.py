@@ -29,10 +29,18 @@ from gateway.services import Services
 from gateway.telemetry.prometheus import ScrapeText
 from gateway.workers.supervisor.state import State, WorkerView
 from gateway.workers.supervisor.worker import WorkerHandle
+from protocol.checkpoint import AUDIO, EMBED, RERANK
 from protocol.from_worker import Finish, Ready
-from protocol.kinds import AUDIO, EMBED, RERANK
-from protocol.prompts import EmbedPrompt, Prompt, ScorePrompt, SpeechPrompt, TextPrompt, TranscribePrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import (
+    EmbedPrompt,
+    Generate,
+    Prompt,
+    Sampling,
+    ScorePrompt,
+    SpeechPrompt,
+    TextPrompt,
+    TranscribePrompt,
+)
 
 DEADLINE_S: Final = 10.0
 POLL_S: Final = 0.05

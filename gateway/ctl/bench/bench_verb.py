@@ -10,7 +10,7 @@ from gateway.ctl.offline import Model
 from gateway.ctl.tables import Json, print_json
 from gateway.failed import CommandFailed
 from gateway.model_files.metadata import kind_of_files
-from protocol.kinds import EMBED, RERANK
+from protocol.checkpoint import EMBED, RERANK
 
 if TYPE_CHECKING:
     from gateway.ctl.bench.closed_loop import BenchLoad, Report

@@ -120,7 +120,7 @@ def _installed_models() -> Iterator[tuple[str, str]]:
     """Yield names and paths of the models on this disk that generate text, of the user's home and hub cache."""
     from gateway.ctl.offline import readable_config
     from gateway.model_files.metadata import DEMOS, Unreadable, find, kind_of_files
-    from protocol.kinds import TEXT
+    from protocol.checkpoint import TEXT
 
     config = readable_config()
     for model in config.models.values() if config is not None else ():

@@ -34,7 +34,7 @@ from gateway.workers.supervisor.state import (
 )
 from gateway.workers.supervisor.worker import WorkerHandle
 from protocol.failures import Code, Failure
-from protocol.sharding import parts_of
+from protocol.group import parts_of
 from protocol.spec import LOCAL, WorkerSpec
 from protocol.to_worker import SetMemory
 

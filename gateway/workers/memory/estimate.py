@@ -6,9 +6,9 @@ from typing import Final
 from gateway.config.settings import ModelConfig
 from gateway.model_files.known_times import BUFFER_BYTES, MIB, OVERHEAD_BYTES, fixed_bytes
 from gateway.model_files.metadata import ModelMetadata, Unreadable, adapter_sizes, find, inspect
-from protocol.kinds import AUDIO, EMBED, RERANK, SPEAKERS, audio_family
+from protocol.checkpoint import AUDIO, EMBED, RERANK, SPEAKERS, audio_family
+from protocol.from_worker import MAX_CLIP_BYTES, MIN_CLIP_BYTES
 from protocol.timing_profile import LoadFacts
-from protocol.transcript import MAX_CLIP_BYTES, MIN_CLIP_BYTES
 
 # A model's usual grant has KV for a context of COMFORT_TOKENS. A grant for less than LEAST_TOKENS is not made, because
 # such a model is of no use.

@@ -24,7 +24,7 @@ from gateway.workers.supervisor.exits_and_restarts import CODES
 from gateway.workers.supervisor.state import WorkerPort
 from protocol import __version__
 from protocol.failures import FINAL_EXITS, Code, ExitStatus, Failure
-from protocol.sharding import parts_of
+from protocol.group import parts_of
 from protocol.sockets import make_pair
 from protocol.spec import LOCAL, GroupSpec, HostSpec, RankSpec, WorkerSpec
 

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.config.settings import MediaConfig, ModelConfig
 from gateway.media.documents import DocumentReader, PdfReader, with_pages
-from protocol.prompts import ChatPrompt, Media
+from protocol.to_worker import ChatPrompt, Media
 from tests.gateway.harness import Gateway, running
 from tests.support.pdfs import PdfSheet, encrypted, pdf
 from tests.support.pool import short_home

@@ -14,7 +14,7 @@ from gateway.api.common import serve
 from gateway.config.settings import MediaConfig, ModelConfig, ServerConfig
 from gateway.media.reference import IMAGE, Reference
 from gateway.request.record import RequestRecord
-from protocol.prompts import ChatPrompt
+from protocol.to_worker import ChatPrompt
 from tests.gateway.harness import Gateway, running, until
 from tests.gateway.middleware.test_auth import bearer, make
 from tests.support.pool import short_home

@@ -14,8 +14,7 @@ from gateway.http.sse import StreamTiming, StreamWatch, respond_stream
 from gateway.request.generation import Generation
 from gateway.request.record import RequestRecord
 from protocol.from_worker import Delta
-from protocol.prompts import TextPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, TextPrompt
 from tests.gateway.harness import Gateway, events, running, until
 from tests.support.scale import patient
 

@@ -29,9 +29,8 @@ from protocol.from_worker import (
     TokenLogprob,
     Up,
 )
-from protocol.prompts import TextPrompt
 from protocol.stats import Stats
-from protocol.to_worker import Abort, Down, Drain, Generate, Ping, Sampling, Shutdown, Tokenize
+from protocol.to_worker import Abort, Down, Drain, Generate, Ping, Sampling, Shutdown, TextPrompt, Tokenize
 from tests.support.machine import Recorder
 from tests.support.pool import short_home, until
 

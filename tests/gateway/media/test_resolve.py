@@ -12,7 +12,7 @@ from gateway.media import resolve as module
 from gateway.media.reference import IMAGE, Reference, stored_url
 from gateway.media.resolve import InFlightBytes, MediaReader, bounded, digest_of, resolve
 from gateway.telemetry.metrics import MediaNumbers
-from protocol.prompts import ChatPrompt, Media
+from protocol.to_worker import ChatPrompt, Media
 
 pytestmark = pytest.mark.anyio
 DATA = b"picture" * 100

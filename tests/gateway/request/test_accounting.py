@@ -15,8 +15,7 @@ from gateway.request.generation import TokenAccounting
 from gateway.request.record import RequestRecord
 from gateway.telemetry.metrics import Metrics
 from protocol.from_worker import Delta, Finish, Usage
-from protocol.prompts import TextPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, TextPrompt
 
 pytestmark = pytest.mark.anyio
 

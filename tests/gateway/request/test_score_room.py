@@ -13,8 +13,7 @@ from gateway.errors import BadRequest, Unavailable
 from gateway.request import generation
 from gateway.request.body_memory import Bodies
 from gateway.request.generation import ScoreRoom, scores_bytes
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.gateway.harness import Gateway, running, until
 
 PROMPT = Generate(10, TokensPrompt((1,) * 10), Sampling(), prompt_logprobs=5)

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
+from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
 from tests.support.models import VOCAB
 
 # Seeds of one block ask the same requests, so that an answer alone is computed once for several worlds.

@@ -1,8 +1,7 @@
 """Memory of a batch, seen between the ticks of an engine."""
 # pyright: reportPrivateUsage=false
 
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Generate, Sampling, SetMemory, Shutdown
+from protocol.to_worker import Generate, Sampling, SetMemory, Shutdown, TokensPrompt
 from tests.simulation.engine.machine import Clock, intake_of, machine, model_of
 from tests.simulation.engine.world import Worker
 from tests.support.engine import spec

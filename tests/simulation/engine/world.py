@@ -12,9 +12,8 @@ from pathlib import Path
 
 from protocol.failures import Code
 from protocol.from_worker import Accepted, Delta, Finish, Rejected, Step, Up, Usage
-from protocol.prompts import TokensPrompt
 from protocol.spec import WorkerSpec
-from protocol.to_worker import Abort, Generate, SetMemory, Shutdown
+from protocol.to_worker import Abort, Generate, SetMemory, Shutdown, TokensPrompt
 from tests.simulation.engine.machine import (
     DISK_MIN_TOKENS,
     MEMORY_FOLDER,

@@ -8,8 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import build
 from tests.support.scale import scaled

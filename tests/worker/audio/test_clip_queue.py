@@ -14,9 +14,8 @@ import pytest
 
 from protocol.failures import Code
 from protocol.from_worker import Delta, Finish, Rejected, Step, Up
-from protocol.prompts import TranscribePrompt
 from protocol.spec import WorkerSpec
-from protocol.to_worker import Abort, Drain, Generate, Sampling, Shutdown
+from protocol.to_worker import Abort, Drain, Generate, Sampling, Shutdown, TranscribePrompt
 from tests.support import threads
 from tests.support.audio_models import build_moonshine, tone
 from tests.support.scale import patient

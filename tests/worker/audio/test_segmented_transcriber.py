@@ -8,12 +8,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from protocol.checkpoint import AUDIO, kind_of
 from protocol.failures import Code
-from protocol.kinds import AUDIO, kind_of
-from protocol.prompts import Media, TranscribePrompt
+from protocol.from_worker import decode
 from protocol.spec import WorkerSpec
-from protocol.to_worker import Generate, Sampling
-from protocol.transcript import decode
+from protocol.to_worker import Generate, Media, Sampling, TranscribePrompt
 from tests.support.audio_models import build_moonshine, build_parakeet, build_qwen_asr, tone
 from worker.audio.audio_intake import AudioIntake
 from worker.audio.audio_jobs import AudioJob

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from protocol.prompts import Media
+from protocol.to_worker import Media
 from worker.audio.sound_writer import PCM_RATE, SoundWriter, formats
 from worker.vision.sounds import read_audio
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from protocol.failures import Code
-from protocol.prompts import SpeechPrompt
 from protocol.spec import WorkerSpec
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, SpeechPrompt
 from tests.support.audio_models import build_qwen_tts, build_soprano
 from worker.audio.audio_intake import AudioIntake
 from worker.audio.audio_jobs import AudioJob

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from protocol.failures import Code
-from protocol.prompts import Media, TranscribePrompt
 from protocol.spec import WorkerSpec
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Media, Sampling, TranscribePrompt
 from tests.support.audio_models import build_whisper, tone
 from tests.support.scale import scaled
 from worker.audio import whisper

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from protocol.checkpoint import EMBED
 from protocol.failures import Code, Failure
-from protocol.from_worker import Accepted, Delta, Drained, Finish, Progress, Rejected, Step, Up
-from protocol.kinds import EMBED
-from protocol.model_info import EmbeddingInfo
+from protocol.from_worker import Accepted, Delta, Drained, EmbeddingInfo, Finish, Progress, Rejected, Step, Up
 from protocol.spec import WorkerSpec
 from protocol.to_worker import BATCH_PRIORITY, Abort, Drain, SetMemory, Shutdown
 from tests.support import threads

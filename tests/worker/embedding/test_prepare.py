@@ -7,10 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from protocol.checkpoint import EMBED, RERANK
 from protocol.failures import Code
-from protocol.kinds import EMBED, RERANK
-from protocol.prompts import ChatPrompt, EmbedPrompt, Prompt, ScorePrompt, TextPrompt, TokensPrompt
-from protocol.to_worker import Detokenize, Generate, Sampling, Tokenize
+from protocol.to_worker import (
+    ChatPrompt,
+    Detokenize,
+    EmbedPrompt,
+    Generate,
+    Prompt,
+    Sampling,
+    ScorePrompt,
+    TextPrompt,
+    Tokenize,
+    TokensPrompt,
+)
 from tests.support.engine import spec
 from tests.support.reading_models import PROMPTS, build_embedder, build_reranker
 from worker.embedding.intake_and_loop import Preparer

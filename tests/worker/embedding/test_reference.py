@@ -9,9 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from protocol.kinds import EMBED, RERANK
-from protocol.prompts import EmbedPrompt, Prompt, ScorePrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.checkpoint import EMBED, RERANK
+from protocol.to_worker import EmbedPrompt, Generate, Prompt, Sampling, ScorePrompt
 from tests.support.engine import spec
 from tests.support.reading_models import EMBEDDERS, PAIRS, RERANKERS, TEXTS, build_embedder, build_reranker
 from tests.support.reading_reference import QUERY

@@ -7,9 +7,8 @@ import msgspec
 import pytest
 
 from protocol.from_worker import Accepted, Step, Up
-from protocol.prompts import TokensPrompt
 from protocol.spec import WorkerSpec
-from protocol.to_worker import BATCH_PRIORITY, Generate, Sampling
+from protocol.to_worker import BATCH_PRIORITY, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 
 

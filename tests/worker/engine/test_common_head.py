@@ -12,9 +12,8 @@ import pytest
 from msgspec import structs
 
 from protocol.from_worker import Accepted, Step, Up
-from protocol.prompts import TokensPrompt
 from protocol.spec import WorkerSpec
-from protocol.to_worker import Abort, Generate, Sampling
+from protocol.to_worker import Abort, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB
 from worker.engine.scheduling.pacing import ChunkPlan, Pacer

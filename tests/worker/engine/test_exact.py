@@ -10,8 +10,7 @@ import pytest
 from msgspec import structs
 
 from protocol.failures import Code
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
+from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import ARCHITECTURES, LANES, SAMPLE, VOCAB, Breakable, build
 from tests.support.scale import scaled

@@ -10,8 +10,7 @@ import pytest
 from mlx_lm.models.switch_layers import SwitchGLU
 from msgspec.structs import replace
 
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB
 from worker.engine.scheduling.pacing import ChunkPolicy

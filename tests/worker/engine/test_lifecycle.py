@@ -13,8 +13,7 @@ import pytest
 
 from protocol.failures import Code
 from protocol.from_worker import Finish, Progress, Up
-from protocol.prompts import ChatPrompt, TextPrompt, TokensPrompt
-from protocol.to_worker import Abort, Drain, Generate, Sampling
+from protocol.to_worker import Abort, ChatPrompt, Drain, Generate, Sampling, TextPrompt, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
 from tests.support.scale import patient

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.from_worker import DeltaKind, Finish, TokenLogprob
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import ChatPrompt, Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import SPECIALS, build, tiny_tokenizer
 from tests.support.rows import row

@@ -8,8 +8,7 @@ from msgspec import structs
 
 from protocol.failures import Code
 from protocol.from_worker import DeltaKind, Finish
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import ChatPrompt, Generate, Sampling
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB, build
 
@@ -140,7 +139,7 @@ def test_a_model_of_channels_that_is_not_to_think_thinks_least_and_goes_on_to_it
 
 
 def test_a_completion_has_no_parser(model_folder: Callable[[str], Path]) -> None:
-    from protocol.prompts import TextPrompt
+    from protocol.to_worker import TextPrompt
 
     with EngineHarness(spec(model_folder("qwen3"))) as engine:
         (result,) = engine.run([Generate(1, TextPrompt("<think>kato"), Sampling(temperature=0.0), max_tokens=12)])

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.from_worker import Finish
-from protocol.prompts import TokensPrompt
 from protocol.stats import BLOCK
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.rows import row
 from tests.support.scale import scaled

@@ -12,8 +12,7 @@ from msgspec import structs
 
 from protocol.failures import Code
 from protocol.from_worker import Finish
-from protocol.prompts import ChatPrompt, TokensPrompt
-from protocol.to_worker import Abort, Generate, LabelledQuestion, Sampling
+from protocol.to_worker import Abort, ChatPrompt, Generate, LabelledQuestion, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.scale import scaled
 from worker.engine.row import SLICE_TOKENS, inner_paths, next_tokens, slice_ends

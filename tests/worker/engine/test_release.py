@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from protocol.from_worker import Finish
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Abort, Generate, Sampling
+from protocol.to_worker import Abort, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import KINDS, VOCAB
 from tests.support.prefix_checks import check_cache

@@ -10,8 +10,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from msgspec import structs
 
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Abort, Constraint, ConstraintKind, Generate, Sampling
+from protocol.to_worker import Abort, Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import KINDS, SAMPLE, VOCAB
 from tests.support.scale import scaled

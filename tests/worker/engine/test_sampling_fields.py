@@ -12,8 +12,7 @@ from msgspec import structs
 
 from protocol.failures import Code
 from protocol.from_worker import Finish
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
+from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
 from worker.errors import RequestInvalid

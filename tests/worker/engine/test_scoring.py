@@ -14,8 +14,7 @@ from msgspec import structs
 
 from protocol.failures import Code
 from protocol.from_worker import Finish, TokenLogprob
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Abort, Generate, Sampling
+from protocol.to_worker import Abort, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
 from tests.support.scale import patient, scaled

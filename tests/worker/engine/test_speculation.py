@@ -8,8 +8,7 @@ import mlx.core as mx
 import pytest
 from msgspec import structs
 
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Abort, Constraint, ConstraintKind, Generate, Sampling
+from protocol.to_worker import Abort, Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import ARCHITECTURES, LANES, VOCAB
 from tests.support.prefix_checks import check_cache

@@ -10,8 +10,7 @@ import pytest
 from msgspec import structs
 
 from protocol.from_worker import Finish
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
 from tests.support.scale import scaled

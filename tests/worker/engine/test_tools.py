@@ -9,8 +9,7 @@ import pytest
 from msgspec import structs
 
 from protocol.from_worker import DeltaKind, Finish
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import ChatPrompt, Generate, Sampling
 from tests.support.calls import TOOLS, check, markers
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import build

@@ -14,8 +14,7 @@ from msgspec.structs import replace
 
 from protocol.failures import ExitStatus
 from protocol.from_worker import Goodbye, Step
-from protocol.prompts import TextPrompt
-from protocol.to_worker import Generate, Sampling, Shutdown
+from protocol.to_worker import Generate, Sampling, Shutdown, TextPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import build
 from tests.support.ranks import ROOT, RunningGroup, group_spec

@@ -7,8 +7,16 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from protocol.prompts import ChatPrompt, TextPrompt, TokensPrompt
-from protocol.to_worker import Constraint, ConstraintKind, Generate, LabelledQuestion, Sampling
+from protocol.to_worker import (
+    ChatPrompt,
+    Constraint,
+    ConstraintKind,
+    Generate,
+    LabelledQuestion,
+    Sampling,
+    TextPrompt,
+    TokensPrompt,
+)
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import ARCHITECTURES, build
 from tests.support.ranks import RunningGroup, group_spec

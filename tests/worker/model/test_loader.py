@@ -19,8 +19,7 @@ from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
 from gateway.model_files.metadata import inspect
 from protocol.failures import Code, ExitStatus
-from protocol.prompts import ChatPrompt, TokensPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import ChatPrompt, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB, build
 from worker.errors import LoadFailed

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from protocol.from_worker import Finish, Step
-from protocol.prompts import TextPrompt, TokensPrompt
 from protocol.spec import GroupSpec, RankSpec, WorkerSpec
-from protocol.to_worker import Abort, Generate, Sampling, SetMemory
+from protocol.to_worker import Abort, Generate, Sampling, SetMemory, TextPrompt, TokensPrompt
 from tests.support import disk
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import Breakable

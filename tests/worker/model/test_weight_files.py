@@ -15,7 +15,7 @@ from gateway.config.settings import SamplingDefaults
 from gateway.model_files.metadata import FactsReader, Unreadable, inspect, read_weights
 from gateway.request.routing import recommended
 from protocol.failures import Code
-from protocol.model_digest import weights_digest
+from protocol.model_files import weights_digest
 from tests.support.audio_models import build_moonshine, build_qwen_tts, build_whisper
 from tests.support.engine import spec
 from tests.support.models import build

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.worker.structured.test_drafted_rows import Free
 from worker.prefix_cache.prefix import PrefixCursor

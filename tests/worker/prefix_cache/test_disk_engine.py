@@ -19,9 +19,8 @@ import pytest
 
 from protocol.failures import Code
 from protocol.from_worker import Finish
-from protocol.prompts import TokensPrompt
 from protocol.spec import WorkerSpec
-from protocol.to_worker import Abort, Generate, Sampling
+from protocol.to_worker import Abort, Generate, Sampling, TokensPrompt
 from tests.support import disk
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import SAMPLE, build, shallow, tiny_tokenizer

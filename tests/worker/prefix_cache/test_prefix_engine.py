@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from protocol.from_worker import Finish, MissCode
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Abort, Explain, Generate, Sampling
+from protocol.to_worker import Abort, Explain, Generate, Sampling, TokensPrompt
 from tests.support import disk
 from tests.support.conversations import TEMPLATES, Chat, with_template
 from tests.support.engine import EngineHarness, spec

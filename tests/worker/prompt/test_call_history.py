@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from protocol.chat_templates import ChatTemplates
+from protocol.checkpoint import ChatTemplates
 from protocol.from_worker import DeltaKind
-from protocol.prompts import ChatPrompt
+from protocol.to_worker import ChatPrompt
 from tests.worker.output.parsers.replay import Case, calls_of, replay, text_of
 from tests.worker.prompt.test_templates import Tokenizer
 from worker.output.parsers.families import detect_family

@@ -8,7 +8,7 @@ import pytest
 from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from protocol.prompts import ChatPrompt
+from protocol.to_worker import ChatPrompt
 from tests.worker.prompt.test_templates import CONVERSATION, WEATHER, Tokenizer
 from worker.prompt.chat_template import REFUSALS, ChatTemplate
 

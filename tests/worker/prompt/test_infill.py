@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from protocol.prompts import Infill
+from protocol.to_worker import Infill
 from worker.errors import RequestInvalid
 from worker.prompt.encode import PromptEncoder
 from worker.prompt.infill import InfillPrompts

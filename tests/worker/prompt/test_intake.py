@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from protocol.failures import Code, Failure
-from protocol.prompts import ChatPrompt, Prompt, TextPrompt, TokensPrompt
-from protocol.to_worker import Generate, Sampling, Tokenize
+from protocol.to_worker import ChatPrompt, Generate, Prompt, Sampling, TextPrompt, Tokenize, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB, build
 from tests.support.scale import scaled

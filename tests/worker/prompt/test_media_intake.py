@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from protocol.failures import Code, Failure
-from protocol.prompts import ChatPrompt, Media
-from protocol.to_worker import Generate, Sampling, Tokenize
+from protocol.to_worker import ChatPrompt, Generate, Media, Sampling, Tokenize
 from tests.support.engine import spec
 from tests.support.pictures import encoded, halves
 from worker.engine.row import Row

@@ -12,7 +12,7 @@ from mlx_lm.utils import load_tokenizer
 from PIL import Image
 
 from protocol.failures import Code
-from protocol.prompts import ChatPrompt, Media
+from protocol.to_worker import ChatPrompt, Media
 from tests.support.pictures import encoded, halves
 from worker.errors import RequestInvalid
 from worker.model.loader import DEMO_DIR

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from protocol.failures import Code
-from protocol.prompts import ChatPrompt, Media
+from protocol.to_worker import ChatPrompt, Media
 from tests.worker.prompt.test_templates import WEATHER, Tokenizer
 from worker.errors import RequestInvalid
 from worker.prompt.rewrites import SHOWN_NEXT, joined, parts, words, wrapped

@@ -14,8 +14,7 @@ import pytest
 from msgspec import structs
 
 from protocol.from_worker import Explained, MissCause, MissCode
-from protocol.prompts import ChatPrompt, Media, TextPrompt
-from protocol.to_worker import Explain
+from protocol.to_worker import ChatPrompt, Explain, Media, TextPrompt
 from tests.support import disk as folder
 from tests.support.caches import filled, layout
 from worker.engine.load_checks import silent_row

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from protocol.prompts import ChatPrompt, NextTurnPrompt, TextPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import ChatPrompt, Generate, NextTurnPrompt, Sampling, TextPrompt
 from tests.support.engine import spec
 from tests.support.processors import DEMO
 from worker.errors import RequestInvalid

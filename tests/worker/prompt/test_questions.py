@@ -2,7 +2,7 @@
 
 import pytest
 
-from protocol.prompts import ChatPrompt
+from protocol.to_worker import ChatPrompt
 from worker.prompt.family import answer_opening
 from worker.prompt.questions import with_slot
 

@@ -15,8 +15,8 @@ import pytest
 from gateway.api.openai.lowering import lower_chat
 from gateway.api.openai.request import decode_chat
 from gateway.config.settings import ModelConfig
-from protocol.chat_templates import ChatTemplates
-from protocol.prompts import ChatPrompt, Media
+from protocol.checkpoint import ChatTemplates
+from protocol.to_worker import ChatPrompt, Media
 from tests.worker.output.parsers.replay import Case, calls_of, replay
 from tests.worker.prompt.test_templates import Tokenizer
 from tests.worker.prompt.test_turn_repairs import conversation

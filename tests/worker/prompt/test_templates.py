@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from protocol.failures import Code
-from protocol.prompts import ChatPrompt
+from protocol.to_worker import ChatPrompt
 from worker.errors import RequestInvalid
 from worker.prompt.templates import Renderer
 

@@ -10,8 +10,7 @@ import pytest
 
 from protocol.failures import Code
 from protocol.from_worker import Tokenized
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import Generate, Sampling, Tokenize
+from protocol.to_worker import ChatPrompt, Generate, Sampling, Tokenize
 from tests.support.engine import spec
 from tests.support.models import TEMPLATE
 from tests.support.scale import patient

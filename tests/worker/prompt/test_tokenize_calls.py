@@ -9,8 +9,7 @@ import pytest
 
 from protocol.failures import Code
 from protocol.from_worker import Rejected, Tokenized, Up
-from protocol.prompts import ChatPrompt, Prompt, TextPrompt, TokensPrompt
-from protocol.to_worker import Detokenize, Tokenize
+from protocol.to_worker import ChatPrompt, Detokenize, Prompt, TextPrompt, Tokenize, TokensPrompt
 from tests.support.engine import TIMEOUT_S, spec
 from tests.support.scale import patient
 from worker.engine.gauges import Gauges

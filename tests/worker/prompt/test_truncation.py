@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from protocol.prompts import ChatPrompt, Infill, Prompt, TextPrompt, TokensPrompt
-from protocol.to_worker import Generate, Sampling, Tokenize
+from protocol.to_worker import ChatPrompt, Generate, Infill, Prompt, Sampling, TextPrompt, Tokenize, TokensPrompt
 from tests.support.engine import spec
 from tests.support.vision_models import image
 from tests.support.vision_models import prompt as media_prompt

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from protocol.prompts import ChatPrompt
+from protocol.to_worker import ChatPrompt
 from tests.support.scale import scaled
 from tests.worker.prompt.test_templates import Tokenizer
 from worker.errors import RequestInvalid

@@ -10,8 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
 from worker.sampling.logprobs import LogprobReader

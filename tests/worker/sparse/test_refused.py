@@ -10,8 +10,7 @@ import pytest
 from mlx_lm.models import deepseek_v3, qwen3
 from mlx_lm.utils import load_model
 
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.engine import spec
 from tests.support.models import ARCHITECTURES, VOCAB
 from worker.engine.load_checks import gap_problem

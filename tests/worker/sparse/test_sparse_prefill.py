@@ -13,9 +13,8 @@ from mlx_lm.utils import load_model, save_model
 from msgspec import structs
 
 from protocol.from_worker import Finish
-from protocol.prompts import TokensPrompt
 from protocol.spec import WorkerSpec
-from protocol.to_worker import Abort, Generate, Sampling
+from protocol.to_worker import Abort, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.heads import damp
 from tests.support.models import VOCAB, build, shallow

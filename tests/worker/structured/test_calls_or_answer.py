@@ -9,8 +9,7 @@ import pytest
 
 from protocol.failures import Code
 from protocol.from_worker import DeltaKind, Finish
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
+from protocol.to_worker import ChatPrompt, Constraint, ConstraintKind, Generate, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import build
 from tests.worker.engine.test_tools import PLAIN, calls

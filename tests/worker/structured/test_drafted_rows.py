@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocol.prompts import ChatPrompt, TokensPrompt
-from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
+from protocol.to_worker import ChatPrompt, Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB
 from tests.support.scale import patient, scaled

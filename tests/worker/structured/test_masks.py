@@ -13,8 +13,7 @@ import pytest
 
 from protocol.failures import Code
 from protocol.from_worker import DeltaKind, Finish
-from protocol.prompts import ChatPrompt, TokensPrompt
-from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
+from protocol.to_worker import ChatPrompt, Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import ARCHITECTURES, TEMPLATE, Breakable, build
 from tests.support.scale import patient, scaled

@@ -17,8 +17,7 @@ from mlx_lm.utils import load_tokenizer
 from protocol import codec
 from protocol.failures import Code
 from protocol.from_worker import Finish, Rejected
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling
+from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.schemas import Schemas, doubled, errors_of
 from worker.errors import RequestInvalid

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from protocol.prompts import ChatPrompt
+from protocol.to_worker import ChatPrompt
 from tests.support.calls import Called, reasoning_end
 from tests.support.models import SPECIALS, tiny_tokenizer
 from tests.support.scale import scaled

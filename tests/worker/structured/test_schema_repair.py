@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from mlx_lm.utils import load_tokenizer
 
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import Constraint, ConstraintKind
+from protocol.to_worker import ChatPrompt, Constraint, ConstraintKind
 from tests.support.calls import CALLING, Called, check, tool
 from tests.support.scale import scaled
 from tests.worker.structured.test_compiler import accepts, made

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from protocol.prompts import ChatPrompt
+from protocol.to_worker import ChatPrompt
 from tests.support.calls import CALLING, TOOLS, Called, check, markers, reasoning_end, tool
 from tests.support.models import tiny_tokenizer
 from tests.support.scale import scaled

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol.kinds import EMBED
+from protocol.checkpoint import EMBED
 from protocol.spec import WorkerSpec
 from protocol.verify import VerifyCheck
 from tests.support.adapters import mlx_adapter

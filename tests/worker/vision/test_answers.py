@@ -12,8 +12,7 @@ from msgspec import structs
 from PIL import Image
 
 from protocol.failures import Code
-from protocol.prompts import ChatPrompt, Media
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import ChatPrompt, Generate, Media, Sampling
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.pictures import BLUE, RED, encoded, shape, spoiled
 

@@ -16,8 +16,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from protocol.failures import Code
-from protocol.prompts import ChatPrompt, Media
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import ChatPrompt, Generate, Media, Sampling
 from tests.support import hearing
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.scale import scaled

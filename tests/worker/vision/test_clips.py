@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from protocol.failures import Code
-from protocol.prompts import Media
+from protocol.to_worker import Media
 from tests.support.scale import scaled
 from worker.errors import RequestInvalid
 from worker.vision import clips

@@ -13,8 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from protocol.failures import Code
 from protocol.from_worker import Finish
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Abort, Constraint, ConstraintKind, Generate, Sampling
+from protocol.to_worker import Abort, Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.scale import patient
 from tests.support.vision_models import GridMedium, MediaPrompt, build, image, prompt

@@ -14,7 +14,7 @@ from mlx_lm.utils import load_tokenizer
 from PIL import Image
 
 from protocol.failures import Code
-from protocol.prompts import Media
+from protocol.to_worker import Media
 from tests.support.pictures import BLUE, RED, encoded, halves, spoiled
 from tests.support.processors import FAMILIES, build
 from tests.worker.vision.test_sounds import tone, wav

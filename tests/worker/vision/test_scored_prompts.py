@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.small_towers import small_towers
 from tests.support.vision_models import MediaPrompt, build, image, prompt

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from protocol.failures import Code
-from protocol.prompts import Media
+from protocol.to_worker import Media
 from tests.support.scale import scaled
 from worker.errors import RequestInvalid
 from worker.vision import clips, sounds

@@ -21,7 +21,7 @@ import mlx.core as mx
 import psutil
 from msgspec import structs
 
-from protocol.model_digest import digest, files_digest, weights_digest
+from protocol.model_files import digest, files_digest, weights_digest
 from protocol.spec import WorkerSpec
 from protocol.timing_profile import (
     FOLDER_ENV,

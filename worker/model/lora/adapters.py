@@ -22,7 +22,7 @@ import mlx.nn as nn
 import numpy as np
 
 from protocol.failures import Code, Failure
-from protocol.model_info import AdapterInfo
+from protocol.from_worker import AdapterInfo
 from protocol.spec import ADAPTERS_MAX
 from worker.errors import LoadFailed, RequestInvalid, is_allocation_failure
 from worker.kv import batched

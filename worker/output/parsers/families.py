@@ -8,7 +8,7 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from protocol.chat_templates import ChatTemplates
+from protocol.checkpoint import ChatTemplates
 from worker.output.parsers.call import FENCE, CallFormat
 from worker.output.parsers.channels import HARMONY, Channels
 from worker.output.parsers.json_calls import (

@@ -30,7 +30,7 @@ from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 from mlx_lm.utils import _get_classes  # pyright: ignore[reportPrivateUsage]  # as load_model itself does
 
 from protocol.checkpoint import is_head, unused
-from protocol.weight_files import weight_files
+from protocol.model_files import weight_files
 from worker.model.checkpoint_view import files_of
 from worker.speculation.drafters.target import core_of, evaluate_weights, tables
 from worker.vision.multimodal_merge import text_core

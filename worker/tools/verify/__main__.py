@@ -14,8 +14,8 @@ from typing import Final
 
 import msgspec
 
+from protocol.checkpoint import AUDIO, TEXT
 from protocol.failures import ExitStatus, Failure
-from protocol.kinds import AUDIO, TEXT
 from protocol.spec import WorkerSpec, read_spec
 from protocol.verify import VerifyCheck
 from worker.embedding.load_model import kind_of_spec, load_embedding_model

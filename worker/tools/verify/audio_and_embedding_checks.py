@@ -10,10 +10,9 @@ from typing import Final
 
 import numpy as np
 
-from protocol.kinds import EMBED
-from protocol.prompts import EmbedPrompt, ScorePrompt, SpeechPrompt, TranscribePrompt
+from protocol.checkpoint import EMBED
 from protocol.spec import WorkerSpec
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import EmbedPrompt, Generate, Sampling, ScorePrompt, SpeechPrompt, TranscribePrompt
 from protocol.verify import Difference, VerifyCheck
 from worker.audio.audio_intake import AudioIntake
 from worker.audio.audio_model import load_audio_model

@@ -32,9 +32,8 @@ from PIL import Image
 
 from protocol.failures import Failure
 from protocol.from_worker import Delta, Finish, Rejected, Step, TokenLogprob, Up
-from protocol.prompts import ChatPrompt, Media, TextPrompt, TokensPrompt
 from protocol.spec import WorkerSpec
-from protocol.to_worker import Generate, Sampling, Shutdown
+from protocol.to_worker import ChatPrompt, Generate, Media, Sampling, Shutdown, TextPrompt, TokensPrompt
 from protocol.verify import Difference, VerifyCheck
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import EngineInbox

@@ -15,8 +15,7 @@ from gateway.http.sse import StreamTiming, respond_stream
 from gateway.request.generation import Generation
 from gateway.request.record import RequestRecord
 from gateway.workers.supervisor.state import State
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import ChatPrompt, Generate, Sampling
 from tests.gateway.harness import Gateway, running
 from tests.support.daemon import DEADLINE_S, DaemonProcess
 from tests.support.scale import patient

@@ -8,8 +8,7 @@ import pytest
 from gateway.api.anthropic.request import decode_count, decode_messages, lower_messages, lower_prompt
 from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.errors import BadRequest
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import ConstraintKind, Generate
+from protocol.to_worker import ChatPrompt, ConstraintKind, Generate
 
 TOOL = {"name": "ls", "description": "List.", "input_schema": {"type": "object", "properties": {"path": {}}}}
 BILLING = "x-anthropic-billing-header: cc_version=2.1.329.258; cc_entrypoint=cli;"

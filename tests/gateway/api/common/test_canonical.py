@@ -14,8 +14,7 @@ from gateway.api.responses.request import decode_responses, toolbox
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest
 from protocol import codec
-from protocol.prompts import ChatPrompt, Prompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import ChatPrompt, Generate, Prompt, Sampling
 
 MODEL = ModelConfig(name="m", path="m")
 

@@ -13,7 +13,7 @@ from gateway.api.responses.lowering import lower_prompt, lower_responses
 from gateway.api.responses.request import decode_responses, toolbox
 from gateway.config.settings import ModelConfig, ThinkingDefaults
 from gateway.errors import ApiError
-from protocol.prompts import ChatPrompt
+from protocol.to_worker import ChatPrompt
 
 MODEL = ModelConfig(name="m", path="m")
 

@@ -16,8 +16,7 @@ from gateway.http.sse import JSON_LINES, StreamTiming, respond_stream
 from gateway.request.generation import Generation
 from gateway.request.record import RequestRecord
 from gateway.workers.supervisor.state import State
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import ChatPrompt, Generate, Sampling
 from tests.gateway.harness import Gateway, running, until
 from tests.support.published import check_answer, document
 

@@ -18,8 +18,7 @@ from gateway.api.ollama.request import (
 )
 from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.errors import BadRequest
-from protocol.prompts import ChatPrompt, Infill, TextPrompt
-from protocol.to_worker import ConstraintKind, Generate
+from protocol.to_worker import ChatPrompt, ConstraintKind, Generate, Infill, TextPrompt
 
 MODEL = ModelConfig(name="m", path="m", sampling=SamplingDefaults(temperature=0.6, top_k=20, max_tokens=64))
 CALL = {"function": {"name": "f", "arguments": {"a": 1}}}

@@ -12,8 +12,7 @@ from gateway.api.openai.request import decode_chat, decode_completion
 from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.errors import ApiError, BadRequest
 from protocol.codec import decode_down, encode
-from protocol.prompts import ChatPrompt, TextPrompt, TokensPrompt
-from protocol.to_worker import Generate
+from protocol.to_worker import ChatPrompt, Generate, TextPrompt, TokensPrompt
 
 MODEL = ModelConfig(name="m", path="m")
 HI = [{"role": "user", "content": "hi"}]

@@ -9,8 +9,7 @@ from gateway.api.openai.lowering import lower_chat, lower_completion
 from gateway.api.openai.request import BREAKERS, decode_chat, decode_completion
 from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.errors import BadRequest
-from protocol.prompts import TextPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, TextPrompt
 
 MODEL = ModelConfig(name="m", path="m", sampling=SamplingDefaults(repetition_penalty=1.2))
 

@@ -11,8 +11,7 @@ from gateway.api.openai.request import decode_chat
 from gateway.config.settings import ModelConfig
 from gateway.errors import ApiError
 from protocol.codec import decode_down, encode
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import Generate
+from protocol.to_worker import ChatPrompt, Generate
 
 HI = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -7,8 +7,7 @@ from gateway.api.responses.lowering import lower_prompt, lower_responses, seal
 from gateway.api.responses.request import ResponsesRequest, ToolIdentity, decode_responses, toolbox
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest
-from protocol.prompts import ChatPrompt
-from protocol.to_worker import ConstraintKind, Generate
+from protocol.to_worker import ChatPrompt, ConstraintKind, Generate
 
 MODEL = ModelConfig(name="m", path="m")
 

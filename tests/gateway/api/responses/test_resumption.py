@@ -40,8 +40,7 @@ from gateway.disk_and_clock import Disk
 from gateway.errors import Unavailable
 from gateway.media.resolve import share_bytes
 from protocol.from_worker import Delta, DeltaKind, Finish, TokenLogprob, ToolCallDelta
-from protocol.prompts import ChatPrompt, Media, TextPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import ChatPrompt, Generate, Media, Sampling, TextPrompt
 from tests.gateway.harness import Gateway, running, until
 from tests.gateway.web.visitors import log_in
 from tests.support.scale import patient

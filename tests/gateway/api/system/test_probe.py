@@ -12,8 +12,8 @@ import pytest
 from gateway.access.key import Key, KeyFile
 from gateway.api.system import health as deep
 from gateway.config.settings import ModelConfig
+from protocol.checkpoint import AUDIO
 from protocol.from_worker import Ready
-from protocol.kinds import AUDIO
 from protocol.spec import WorkerSpec
 from protocol.to_worker import Generate, Sampling
 from tests.gateway.harness import Gateway, chat, running

@@ -16,8 +16,8 @@ from gateway.workers.memory.estimate import (
     Need,
     estimate,
 )
+from protocol.from_worker import MAX_CLIP_BYTES, MIN_CLIP_BYTES
 from protocol.timing_profile import LoadFacts
-from protocol.transcript import MAX_CLIP_BYTES, MIN_CLIP_BYTES
 
 LENDABLE = 1 << 40
 FIXED = OVERHEAD_BYTES + BUFFER_BYTES

@@ -8,8 +8,7 @@ from gateway.link.failover import EXPIRY_S, SIZE_MAX, Quarantine, ResumeLimits, 
 from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code
 from protocol.from_worker import Drained
-from protocol.prompts import TextPrompt
-from protocol.to_worker import Generate, Sampling, Shutdown
+from protocol.to_worker import Generate, Sampling, Shutdown, TextPrompt
 from tests.support.machine import Machine, settle
 from tests.support.scale import patient
 

@@ -9,8 +9,7 @@ from gateway.link.sequence import PARKED
 from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol import PROTOCOL
 from protocol.failures import Code, Failure
-from protocol.from_worker import AdaptersSet, Drained, Goodbye
-from protocol.model_info import AdapterInfo
+from protocol.from_worker import AdapterInfo, AdaptersSet, Drained, Goodbye
 from protocol.to_worker import Drain, Dump, SetAdapters, Shutdown, Welcome
 from tests.support.machine import FakeProcess, Machine, settle
 from tests.support.scale import patient

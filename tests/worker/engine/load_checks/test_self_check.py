@@ -9,8 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from protocol.failures import Code, ExitStatus
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import ARCHITECTURES, LANES
 from worker.engine.load_checks import SAMPLE_TOKENS, choose

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from protocol.prompts import TokensPrompt
 from protocol.stats import Stats
-from protocol.to_worker import Generate, Sampling, SetMemory, SetPace
+from protocol.to_worker import Generate, Sampling, SetMemory, SetPace, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.scale import patient
 from worker.engine.inbox import Command, WakeUp

@@ -8,9 +8,8 @@ import msgspec
 import pytest
 
 from protocol import timing_profile
-from protocol.prompts import TokensPrompt
 from protocol.timing_profile import Calibration, LoadFacts, MeasuredSpeed, PassKind, PassSeconds
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from worker.engine.scheduling.kept_file import MIN_NEW_PASSES, WRITE_INTERVAL_S, KeptFile
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from protocol.from_worker import Finish
-from protocol.prompts import TokensPrompt
 from protocol.spec import WorkerSpec
-from protocol.to_worker import Abort, Generate, Sampling, SetPace
+from protocol.to_worker import Abort, Generate, Sampling, SetPace, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from worker.engine.scheduling.pacing import Pacer, PassTime
 

@@ -14,11 +14,10 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, save_config, save_model
 
-from protocol.experts import FOLDER, INDEX, read_index
 from protocol.failures import Code
-from protocol.prompts import TokensPrompt
+from protocol.model_files import EXPERTS_INDEX, FOLDER, read_index
 from protocol.stats import Stats
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import build
 from tests.support.scale import patient, scaled
@@ -131,33 +130,33 @@ def _cut(path: Path) -> None:
 
 
 def _other_version(path: Path) -> None:
-    file = path / FOLDER / INDEX
+    file = path / FOLDER / EXPERTS_INDEX
     file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 2}))
 
 
 def _outside(path: Path) -> None:
-    file = path / FOLDER / INDEX
+    file = path / FOLDER / EXPERTS_INDEX
     index = json.loads(file.read_text())
     index["layers"][0]["file"] = "../config.json"
     file.write_text(json.dumps(index))
 
 
 def _fewer_layers(path: Path) -> None:
-    file = path / FOLDER / INDEX
+    file = path / FOLDER / EXPERTS_INDEX
     index = json.loads(file.read_text())
     del index["layers"][0]
     file.write_text(json.dumps(index))
 
 
 def _other_shape(path: Path) -> None:
-    file = path / FOLDER / INDEX
+    file = path / FOLDER / EXPERTS_INDEX
     index = json.loads(file.read_text())
     index["layers"][0]["tensors"][0]["shape"][0] += 1
     file.write_text(json.dumps(index))
 
 
 def _fewer_experts(path: Path) -> None:
-    file, records = path / FOLDER / INDEX, path / FOLDER / "layer-0000.bin"
+    file, records = path / FOLDER / EXPERTS_INDEX, path / FOLDER / "layer-0000.bin"
     index = json.loads(file.read_text())
     index["layers"][0]["experts"] -= 1
     records.write_bytes(records.read_bytes()[: -index["layers"][0]["record_bytes"]])

@@ -11,8 +11,7 @@ import pytest
 from mlx_lm.utils import load_model, save_config, save_model
 from msgspec.structs import replace
 
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.adapters import ATTENTION, DENSE, greedy, mlx_adapter, peft_adapter, reference
 from tests.support.drafters import damped
 from tests.support.engine import EngineHarness, spec

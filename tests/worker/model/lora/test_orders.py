@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 
 from protocol.failures import Code
-from protocol.from_worker import AdaptersSet, Finish
-from protocol.model_info import AdapterInfo
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.from_worker import AdapterInfo, AdaptersSet, Finish
+from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.adapters import greedy, mlx_adapter, reference
 from tests.support.engine import EngineHarness, spec
 from worker.engine.inbox import AdapterOrder

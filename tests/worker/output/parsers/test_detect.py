@@ -2,7 +2,7 @@
 
 import pytest
 
-from protocol.chat_templates import ChatTemplates
+from protocol.checkpoint import ChatTemplates
 from worker.output.parsers.families import ALIASES, FAMILIES, UnknownFamily, detect_family, resolve, start_in_reasoning
 
 TEMPLATES = {

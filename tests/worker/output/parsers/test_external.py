@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from protocol.chat_templates import ChatTemplates
+from protocol.checkpoint import ChatTemplates
 from protocol.from_worker import DeltaKind
 from tests.worker.output.parsers.replay import Case, calls_of, check_shape, random_cuts, replay, text_of
 from worker.output.parsers.cli import BrokenTemplate, render

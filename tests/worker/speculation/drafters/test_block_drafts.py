@@ -11,8 +11,7 @@ import pytest
 from mlx_lm.utils import load_model
 from mlx_vlm.speculative.drafters.qwen3_dflash import DFlashDraftModel
 
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.drafted import Drafted
 from tests.support.drafters import FORMS, LAYERS, SIZE, copying_block, damped, drafter, store
 from tests.support.engine import EngineHarness, Result, spec

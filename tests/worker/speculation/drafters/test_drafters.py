@@ -7,8 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Generate, Sampling
+from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.drafters import eagle, write_config
 from tests.support.engine import EngineHarness, spec
 from tests.support.heads import build_with_head

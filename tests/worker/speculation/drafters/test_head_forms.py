@@ -14,9 +14,8 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
 from protocol.checkpoint import SUPPORTED_TYPES, is_head, unused
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Generate, Sampling
-from protocol.weight_files import INDEX
+from protocol.model_files import INDEX
+from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB, write
 from tests.worker.engine.test_exact import requests, tokens

@@ -7,8 +7,7 @@ import mlx.core as mx
 import pytest
 from msgspec import structs
 
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Abort, Generate, Sampling
+from protocol.to_worker import Abort, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.heads import NEXTN, build_with_head, build_with_layer
 from tests.support.scale import scaled

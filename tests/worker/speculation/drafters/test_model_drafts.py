@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model, save_model
 
-from protocol.prompts import TokensPrompt
-from protocol.to_worker import Abort, Generate, Sampling
+from protocol.to_worker import Abort, Generate, Sampling, TokensPrompt
 from tests.support.drafted import Drafted
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.heads import damp
