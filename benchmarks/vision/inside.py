@@ -92,7 +92,7 @@ def _feature_hit(loaded: "LoadedModel", side: int) -> tuple[float, float, float,
 
 
 def _picture(side: int) -> Any:
-    from worker.vision.samples import picture
+    from worker.tools.verify.verifier import picture
 
     return picture(1, side // 24, side // 24)
 

@@ -41,8 +41,9 @@ from worker.engine.load_checks import without_codes
 from worker.engine.loop import Engine
 from worker.engine.rank_peers import RankPeers
 from worker.engine.scheduling.kv_budget import KvCost
+from worker.errors import LoadFailed, foreign_code
 from worker.model.checkpoint_view import CONFIG, checkpoint_view
-from worker.model.loader import LoadedModel, cast, folded_config, read_config, resolve
+from worker.model.loader import LoadedModel, cast, explain, folded_config, read_config, resolve
 from worker.model.lora.adapters import adapters_of
 from worker.prompt.intake import Intake
 from worker.prompt.limits_and_truncation import SparseLimits
@@ -64,7 +65,7 @@ PARAGRAPH: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class MlxLmReference:
     """Token ids of the paragraph and its perplexity, by mlx-lm. Without a perplexity there is a `reason`.
 
     `source` says whose: mlx-lm's classes ignore some keys of config.json, such as a rotary embedding in the form of
@@ -77,24 +78,25 @@ class Reference:
     source: str = "mlx-lm alone"
 
 
-def reference_of(spec: WorkerSpec) -> Reference:
+def reference_of(spec: WorkerSpec) -> MlxLmReference:
     """Load a model by mlx-lm alone, with the numbers' type of `spec`, run one forward pass, and free the model."""
     try:
         path = resolve(spec.path)
         config = read_config(path)
         folded = folded_config(config)
-        with checkpoint_view(path, {CONFIG: folded}) if folded != config else nullcontext(path) as view:
-            model, tokenizer = load(
-                str(view),
-                tokenizer_config={"trust_remote_code": spec.trust_remote_code},
-                trust_remote_code=spec.trust_remote_code,
-            )[:2]
-        cast(model, spec.dtype)
-        ids = [int(token) for token in tokenizer.encode(PARAGRAPH)]
         source = "mlx-lm alone" if folded == config else "mlx-lm with config.json as mlxd reads it"
-        return Reference(tuple(ids), perplexity(_logprobs(model, ids)), source=source)
-    except Exception as error:  # any error of a model that mlx-lm does not run
-        return Reference(reason=f"mlx-lm does not run it: {type(error).__name__}: {error}".splitlines()[0][:200])
+        with foreign_code(lambda error: explain(path, config, error)):
+            with checkpoint_view(path, {CONFIG: folded}) if folded != config else nullcontext(path) as view:
+                model, tokenizer = load(
+                    str(view),
+                    tokenizer_config={"trust_remote_code": spec.trust_remote_code},
+                    trust_remote_code=spec.trust_remote_code,
+                )[:2]
+            cast(model, spec.dtype)
+            ids = [int(token) for token in tokenizer.encode(PARAGRAPH)]
+            return MlxLmReference(tuple(ids), perplexity(_logprobs(model, ids)), source=source)
+    except LoadFailed as error:
+        return MlxLmReference(reason=f"mlx-lm does not run it: {error.failure.message}")
     finally:
         model = tokenizer = None
         gc.collect()
@@ -473,7 +475,7 @@ class Verifier:
         tokens: int,
         words: int = LONGEST_WORDS,
         rank_peers: RankPeers | None = None,
-        reference: Reference | None = None,
+        reference: MlxLmReference | None = None,
     ) -> None:
         self._rank_peers = rank_peers
         self._reference = reference
@@ -525,7 +527,7 @@ class Verifier:
         if self._spec.kv_bits:
             yield self._dequantized()
 
-    def _perplexity(self, reference: Reference) -> VerifyCheck:
+    def _perplexity(self, reference: MlxLmReference) -> VerifyCheck:
         """Compare the perplexity of a paragraph, served by the engine, with that of mlx-lm's own forward pass."""
         if reference.perplexity is None:
             return VerifyCheck("perplexity", note=reference.reason, is_skipped=True)
