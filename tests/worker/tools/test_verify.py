@@ -74,7 +74,7 @@ def test_a_model_that_is_served_unlike_mlx_lm_runs_it_has_a_wrong_perplexity(
     folder = model_folder("qwen3")
     wanted = spec(folder)
     theirs = reference_of(wanted)
-    assert theirs.perplexity is not None
+    assert theirs.alone is not None
     verifier = Verifier(load_checked(spec(without_a_layer(folder)), lambda *_: None), wanted, 4, 8, reference=theirs)
     check = verifier._perplexity(theirs)  # pyright: ignore[reportPrivateUsage]
     assert check.is_wrong
@@ -87,7 +87,7 @@ def test_a_model_that_mlx_lm_does_not_run_has_no_perplexity_beside_it(model_fold
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace('"qwen3"', '"unheard_of"'))
     theirs = reference_of(spec(folder))
-    assert theirs.perplexity is None
+    assert theirs.alone is None
     assert "unheard_of" in theirs.reason
 
 
