@@ -81,7 +81,7 @@ class Bench:
         from mlx_lm.models.cache import make_prompt_cache
 
         from protocol.spec import WorkerSpec
-        from worker.kv.kv import KvLayout
+        from worker.kv.spans_and_checkpoints import KvLayout
         from worker.model.loader import load
         from worker.prompt.intake import Intake
 
@@ -114,7 +114,7 @@ class Bench:
 
     def _batch(self, case: str, rows: int, ticks: int) -> "Batch":
         from worker.engine.batch import Batch
-        from worker.prefix_cache.prefix import PrefixCache
+        from worker.prefix_cache.cache_and_eviction import PrefixCache
 
         batch = Batch(self._loaded.model, self._loaded.eos_ids, PrefixCache(self._layout, 0))
         for rid in range(rows):

@@ -160,10 +160,10 @@ def random_part(spec: WorkerSpec, division: Any) -> Any:
 def lead_steps(spec: WorkerSpec) -> None:
     from worker.engine.batch import Batch
     from worker.group.coordinator import open_group
-    from worker.kv.kv import KvLayout
     from worker.kv.quantized import make_caches
+    from worker.kv.spans_and_checkpoints import KvLayout
     from worker.model.batch_mode import BatchMode
-    from worker.prefix_cache.prefix import PrefixCache
+    from worker.prefix_cache.cache_and_eviction import PrefixCache
 
     def lost(failure: Any, status: int) -> None:
         print(f"rank 0 ends with {status}: {failure.message}", flush=True)

@@ -205,10 +205,10 @@ def _generate(loaded: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
     from protocol.to_worker import Sampling
     from worker.engine.batch import Batch
     from worker.engine.row import Row, RowStats, RowText
-    from worker.kv.kv import KvLayout
     from worker.kv.quantized import make_caches
+    from worker.kv.spans_and_checkpoints import KvLayout
     from worker.output.stops import StopScanner
-    from worker.prefix_cache.prefix import PrefixCache
+    from worker.prefix_cache.cache_and_eviction import PrefixCache
 
     class NoText:
         def add(self, _token: int) -> str:

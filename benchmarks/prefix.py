@@ -213,8 +213,8 @@ def measure_look_up(tokens: int = LOOK_UP_TOKENS) -> LookUp:
     import numpy as np
     from mlx_lm.models.cache import KVCache, LRUPromptCache
 
-    from worker.kv.kv import KvLayout
-    from worker.prefix_cache.prefix import PrefixCache
+    from worker.kv.spans_and_checkpoints import KvLayout
+    from worker.prefix_cache.cache_and_eviction import PrefixCache
 
     ids = [number * 7919 % 30_000 for number in range(tokens)]
     diverging = [*ids[: tokens // 2], *(30_000 + number for number in ids[tokens // 2 :])]

@@ -11,7 +11,7 @@ from benchmarks.tick import random_model, row_of
 from gateway.ctl.bench.closed_loop import table
 
 if TYPE_CHECKING:
-    from worker.sparse import ImportanceReader, SelectedTokens
+    from worker.sparse_prefill import ImportanceReader, SelectedTokens
 
 CHUNK = 512
 
@@ -20,7 +20,7 @@ def sparse(args: argparse.Namespace) -> None:
     """Measure prompts of each length in seconds: plain, and sparse, where the draft model's pass and the rest count
     apart.
     """
-    from worker.sparse import ImportanceReader, SelectedTokens, count_kept
+    from worker.sparse_prefill import ImportanceReader, SelectedTokens, count_kept
 
     model, vocab = random_model(args.geometry, args.dtype)
     reader = ImportanceReader(_loaded(args.draft, args.dtype))
@@ -57,7 +57,7 @@ def _timed(action: Callable[[], Any]) -> tuple[float, float]:
 def _choose(reader: "ImportanceReader", vocab: int, length: int, keep: float) -> "SelectedTokens":
     import numpy as np
 
-    from worker.sparse import choose
+    from worker.sparse_prefill import choose
 
     reading = reader.read(np.array(row_of(1, length, 1, vocab).prompt, dtype=np.int32))
     while not reading.is_complete:
@@ -70,8 +70,8 @@ def _first(model: Any, vocab: int, length: int, kept: "SelectedTokens | None") -
     from mlx_lm.models.cache import make_prompt_cache
 
     from worker.engine.batch import Batch
-    from worker.kv.kv import KvLayout
-    from worker.prefix_cache.prefix import PrefixCache
+    from worker.kv.spans_and_checkpoints import KvLayout
+    from worker.prefix_cache.cache_and_eviction import PrefixCache
 
     batch = Batch(model, (), PrefixCache(KvLayout.of(lambda: make_prompt_cache(model)), 0))
     row = row_of(1, length, 1, vocab)

@@ -192,8 +192,8 @@ def _generated(
 
     from protocol.to_worker import Generate, Sampling, TokensPrompt
     from worker.engine.batch import Batch
-    from worker.kv.kv import KvLayout
-    from worker.prefix_cache.prefix import PrefixCache
+    from worker.kv.spans_and_checkpoints import KvLayout
+    from worker.prefix_cache.cache_and_eviction import PrefixCache
 
     batch = Batch(
         loaded.model,

@@ -89,8 +89,8 @@ class Loop:
 
         from worker.engine.batch import Batch
         from worker.engine.scheduling.pacing import ChunkPolicy
-        from worker.kv.kv import KvLayout
-        from worker.prefix_cache.prefix import PrefixCache
+        from worker.kv.spans_and_checkpoints import KvLayout
+        from worker.prefix_cache.cache_and_eviction import PrefixCache
 
         self.batch = Batch(model, (), PrefixCache(KvLayout.of(lambda: make_prompt_cache(model)), 0))
         self._policy = ChunkPolicy(512, can_fuse=way == AFTER)

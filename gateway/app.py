@@ -13,9 +13,9 @@ from gateway.api.batches import batches
 from gateway.api.batches.batches import Batches
 from gateway.api.common.catalog import Catalog
 from gateway.api.decisions.openai import decisions
+from gateway.api.endpoint_makers import HandlerEndpoint, Parts
 from gateway.api.openai.chat_and_completions import ChatCompletions
 from gateway.api.openai.embeddings import Embeddings
-from gateway.api.parts import HandlerEndpoint, Parts
 from gateway.api.responses.endpoints import Responses
 from gateway.api.responses.socket_turn import PATH as RESPONSES
 from gateway.api.system import health

@@ -19,7 +19,7 @@ from gateway.http.capture import Captures
 from gateway.http.listen_and_tls import Tls
 from gateway.link.link import WorkerLink
 from gateway.media.documents import PdfReader
-from gateway.media.resolve import Fetch, InFlightBytes, bounded, fetch_public
+from gateway.media.read_media import Fetch, InFlightBytes, bounded, fetch_public
 from gateway.remote.upstreams.upstream_client import Clients
 from gateway.request.admission import Admission, BatchGate, LoadMeter
 from gateway.request.body_memory import Bodies, memory_bytes, share_bytes

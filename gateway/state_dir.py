@@ -29,8 +29,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final, Self
 
+from gateway.command_failed import CommandFailed
 from gateway.disk_and_clock import SYSTEM_DISK, Disk
-from gateway.failed import CommandFailed
 
 log = logging.getLogger(__name__)
 

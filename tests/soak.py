@@ -29,7 +29,7 @@ from tests.support.engine import spec
 from tests.support.models import VOCAB, tiny_tokenizer
 from worker.engine.load_checks import SAMPLE_TOKENS, choose
 from worker.errors import LoadFailed
-from worker.kv.kv import leaves
+from worker.kv.spans_and_checkpoints import leaves
 from worker.model.loader import LoadedModel
 from worker.tools.verify.verifier import Verifier
 

@@ -37,7 +37,7 @@ from worker.link import GatewayLink
 if TYPE_CHECKING:
     from worker.engine.loop import Engine
     from worker.group.coordinator import Coordinator
-    from worker.jobs import TurnLoop
+    from worker.turn_loop import TurnLoop
 
 log = logging.getLogger("mlxd.worker")
 

@@ -21,8 +21,8 @@ from typing import Final, Literal
 import msgspec
 from msgspec import Struct
 
+from gateway.command_failed import CommandFailed
 from gateway.disk_and_clock import SYSTEM_DISK, Disk, MakeThread, single_thread
-from gateway.failed import CommandFailed
 from gateway.state_dir import FolderRefused, HomeFolder, audit_path
 
 log = logging.getLogger(__name__)

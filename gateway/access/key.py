@@ -25,8 +25,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from gateway.access.audit_log import Audit, AuditEntry, AuditUnwritable, Fact, entry
+from gateway.command_failed import CommandFailed
 from gateway.disk_and_clock import SYSTEM_DISK, Disk
-from gateway.failed import CommandFailed
 from gateway.state_dir import FolderRefused, HomeFolder, write_private_in
 
 log = logging.getLogger(__name__)

@@ -27,6 +27,18 @@ from gateway.api.compat import tokenize as tokens
 from gateway.api.compat.llama_cpp import NO_ACTION, NativeCompletion
 from gateway.api.decisions import openai as openai_decisions
 from gateway.api.decisions import typesafe
+from gateway.api.endpoint_makers import (
+    Maker,
+    Parts,
+    on_batches,
+    on_catalog,
+    on_files,
+    on_message_batches,
+    on_responses,
+    on_services,
+    or_upstream,
+    served,
+)
 from gateway.api.ollama import request as ollama
 from gateway.api.ollama import response as ollama_out
 from gateway.api.ollama.embed import Embed, EmbedRequest, EmbedResponse, OllamaEmbeddingsRequest, OneEmbedding
@@ -39,18 +51,6 @@ from gateway.api.openai.chat_and_completions import ChatCompletions, Completions
 from gateway.api.openai.embeddings import Embeddings
 from gateway.api.openai.request import NO_ACTION as CHAT_NO_ACTION
 from gateway.api.openai.request import ChatCompletionRequest
-from gateway.api.parts import (
-    Maker,
-    Parts,
-    on_batches,
-    on_catalog,
-    on_files,
-    on_message_batches,
-    on_responses,
-    on_services,
-    or_upstream,
-    served,
-)
 from gateway.api.responses import request as responses
 from gateway.api.responses import response as responses_out
 from gateway.api.responses.endpoints import ITEMS_DEFAULT, ITEMS_MAX, Responses

@@ -17,7 +17,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 from gateway.client_setup.config_edit import ConfigEdit, FileFormat, NotEditable
-from gateway.failed import CommandFailed
+from gateway.command_failed import CommandFailed
 
 DEFAULT_CONTEXT: Final = 32768
 # Value in place of a key: clients require a key even if mlxd has none.

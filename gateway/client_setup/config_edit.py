@@ -23,7 +23,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from tomlkit.exceptions import TOMLKitError
 
-from gateway.failed import CommandFailed
+from gateway.command_failed import CommandFailed
 
 # YAML values are never wrapped.
 _WIDTH: Final = 4096

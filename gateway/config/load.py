@@ -18,6 +18,7 @@ import msgspec
 from msgspec import structs
 from msgspec.structs import fields, replace
 
+from gateway.command_failed import CommandFailed
 from gateway.config.address import bad_proxy
 from gateway.config.certificate import CertificateUnusable, load
 from gateway.config.names import Names
@@ -45,7 +46,6 @@ from gateway.config.settings import (
 from gateway.config.source import ConfigSource
 from gateway.config.worker_spec_and_group import check_groups
 from gateway.errors import ModelNotFound
-from gateway.failed import CommandFailed
 from gateway.model_files.hub_cache import cached_models
 from gateway.model_files.metadata import DEMOS
 from gateway.state_dir import keys_path

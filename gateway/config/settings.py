@@ -13,7 +13,7 @@ from zoneinfo import ZoneInfo
 
 from msgspec import Meta, Struct, structs
 
-from gateway.failed import CommandFailed
+from gateway.command_failed import CommandFailed
 from gateway.state_dir import admin_socket, keys_path, log_path, run_dir, usage_path
 from protocol.spec import DEFAULT_MAX_RUNNING, LOCAL
 from protocol.to_worker import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN

@@ -11,8 +11,8 @@ def main() -> None:
     import sys
 
     try:
+        from gateway.command_failed import CommandFailed
         from gateway.ctl.cli import app, command_of
-        from gateway.failed import CommandFailed
     except KeyboardInterrupt:
         # Verbs exit with the same status on Ctrl-C.
         sys.exit(130)

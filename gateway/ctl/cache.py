@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
+from gateway.command_failed import CommandFailed
 from gateway.config.names import Names
 from gateway.config.settings import Config
 from gateway.ctl import tables
 from gateway.ctl.offline import model_argument, read_config
 from gateway.ctl.tables import Json, print_json, print_result
 from gateway.errors import ModelNotFound
-from gateway.failed import CommandFailed
 from gateway.model_files.prefix_files import clear as delete
 from gateway.model_files.prefix_files import measure
 

@@ -11,11 +11,11 @@ from typing import IO, Annotated, Final
 import msgspec
 import typer
 
+from gateway.command_failed import CommandFailed
 from gateway.config.settings import Config, ModelConfig
 from gateway.config.worker_spec_and_group import worker_spec
 from gateway.ctl.offline import Model, check_room, model_of, read_config, running_models
 from gateway.ctl.tables import Anyway, Json, records, size
-from gateway.failed import CommandFailed
 from protocol.spec import STDIN, WorkerSpec
 from protocol.timing_profile import FOLDER_ENV, CalibrationResult, profiles_dir
 

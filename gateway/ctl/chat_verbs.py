@@ -28,6 +28,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Final, TextIO
 import typer
 from msgspec import Struct
 
+from gateway.command_failed import CommandFailed
 from gateway.config.settings import ConfigError
 from gateway.control_types import CommandDone, ModelStatus, ReloadResult
 from gateway.ctl import client, offline
@@ -44,7 +45,6 @@ from gateway.ctl.offline import (
     served_models,
 )
 from gateway.ctl.tables import Json, harmless, print_json, print_result, progress_bar
-from gateway.failed import CommandFailed
 from gateway.model_files.hub_cache import MAIN, cached_models, split_revision
 from gateway.model_files.metadata import Unreadable, inspect
 

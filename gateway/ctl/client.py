@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 
 from gateway import state_dir
+from gateway.command_failed import CommandFailed
 from gateway.control_types import DaemonStatus, DeepHealth
-from gateway.failed import CommandFailed
 
 if TYPE_CHECKING:
     import httpx

@@ -6,13 +6,13 @@ from typing import Annotated, Final
 import typer
 from msgspec import structs
 
+from gateway.command_failed import CommandFailed
 from gateway.config import export
 from gateway.config.settings import Config, ConfigError
 from gateway.control_types import ReloadResult
 from gateway.ctl.client import post
 from gateway.ctl.offline import folder_of, read_config
 from gateway.ctl.tables import Json, print_json
-from gateway.failed import CommandFailed
 from gateway.model_files.metadata import Unreadable
 
 BAD_CONFIG: Final = 2

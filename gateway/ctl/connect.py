@@ -27,6 +27,7 @@ import msgspec
 import typer
 from msgspec import Struct
 
+from gateway.command_failed import CommandFailed
 from gateway.config.address import from_here, is_daemon_url
 from gateway.config.settings import url_of
 from gateway.ctl import chat_verbs
@@ -42,7 +43,6 @@ from gateway.ctl.offline import (
     served_models,
 )
 from gateway.ctl.tables import Json, duration, print_json, size
-from gateway.failed import CommandFailed
 from gateway.media.modalities import modalities
 from gateway.model_files.metadata import DEMOS, FactsReader, ModelMetadata, Unreadable, find, inspect
 from gateway.state_dir import connected_path, default_home, keys_path, write_private

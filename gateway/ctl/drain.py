@@ -6,11 +6,11 @@ from typing import Annotated, Final
 import typer
 from msgspec import Struct
 
+from gateway.command_failed import CommandFailed
 from gateway.control_types import DrainResult
 from gateway.ctl import client
 from gateway.ctl.offline import is_running
 from gateway.ctl.tables import Json, print_json, print_result, seconds
-from gateway.failed import CommandFailed
 
 POLL_S: Final = 0.05
 # A worker with much memory takes long to exit after the last request.

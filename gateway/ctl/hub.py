@@ -20,6 +20,7 @@ import typer
 from msgspec import structs
 from rich.text import Text
 
+from gateway.command_failed import CommandFailed
 from gateway.config.experimental import experiments_of
 from gateway.config.settings import ModelConfig
 from gateway.ctl.offline import (
@@ -45,7 +46,6 @@ from gateway.ctl.tables import (
     size_or_dash,
     table,
 )
-from gateway.failed import CommandFailed
 from gateway.media.modalities import SETUP, has_towers_library
 from gateway.model_files.hub_cache import MAIN, split_revision
 from gateway.model_files.known_times import KnownTimes, speeds

@@ -11,11 +11,11 @@ import msgspec
 import typer
 
 from gateway.access.key import Key, KeyFile
+from gateway.command_failed import CommandFailed
 from gateway.control_types import UsageReport
 from gateway.ctl import tables
 from gateway.ctl.client import get
 from gateway.ctl.tables import Json, print_json, print_result, seconds
-from gateway.failed import CommandFailed
 from gateway.state_dir import default_home, keys_path, usage_path
 
 app = typer.Typer(help="Create, change, show and revoke API keys.", no_args_is_help=True)

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from gateway.command_failed import CommandFailed
 from gateway.ctl.offline import model_argument
 from gateway.ctl.tables import Json
-from gateway.failed import CommandFailed
 from gateway.state_dir import audit_path, default_home, log_path
 from gateway.telemetry import logs as log_file
 from gateway.telemetry.logs import escaped, is_about, read_line

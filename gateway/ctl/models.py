@@ -18,6 +18,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from gateway.command_failed import CommandFailed
 from gateway.config.settings import Config
 from gateway.control_types import AdapterList, AdapterStatus
 from gateway.ctl import client
@@ -46,7 +47,6 @@ from gateway.ctl.tables import (
     state_text,
     table,
 )
-from gateway.failed import CommandFailed
 from gateway.model_files.hub_cache import cache_dir, is_cached, remove, repository_bytes, repository_of
 from gateway.model_files.metadata import DEMOS, ConfiguredModel, ListedModel, list_models
 

@@ -13,12 +13,12 @@ from typing import Annotated, Any, Final
 import typer
 
 from gateway.access.key import has_keys
+from gateway.command_failed import CommandFailed
 from gateway.config.names import Names
 from gateway.config.settings import Config, ConfigError, ModelConfig
 from gateway.control_types import DaemonStatus, ModelStatus
 from gateway.ctl import client
 from gateway.errors import ModelNotFound
-from gateway.failed import CommandFailed
 from gateway.model_files.hub_cache import cached_models
 from gateway.model_files.metadata import Unreadable, find
 from gateway.state_dir import default_home

@@ -9,12 +9,12 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 
+from gateway.command_failed import CommandFailed
 from gateway.config.settings import CONFIG_NAME, ConfigError, ServerConfig
 from gateway.config.source import control_character
 from gateway.ctl import logs, offline
 from gateway.ctl.client import NOT_RUNNING
 from gateway.ctl.tables import Json, print_json
-from gateway.failed import CommandFailed
 from gateway.service import installer, launchd, systemd
 from gateway.service.description import SYSTEM_PREFIX, Action, HostFacts, Scope, Service, ServiceManager, ServiceState
 from gateway.service.installer import Installation, Owner, check_writers, launcher, version_of

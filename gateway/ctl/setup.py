@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from gateway.failed import CommandFailed
+from gateway.command_failed import CommandFailed
 
 TIMEOUT_S: Final = 1800.0
 app = typer.Typer(no_args_is_help=True)

@@ -13,16 +13,16 @@ from typing import Any, Final
 
 import msgspec
 
+from gateway.command_failed import CommandFailed
 from gateway.config.settings import Config, ModelConfig
 from gateway.config.worker_spec_and_group import worker_spec
 from gateway.ctl import client
 from gateway.ctl.calibrate import spec_input
 from gateway.ctl.tables import records
-from gateway.failed import CommandFailed
 from gateway.workers.supervisor.ranks import ranks_of
 from gateway.workers.supervisor.spawn import default_command
 from protocol.spec import LOCAL, STDIN, WorkerSpec
-from protocol.verify import Difference, VerifyCheck
+from protocol.verify_output import Difference, VerifyCheck
 
 STREAMS: Final = 6
 STREAM_TOKENS: Final = 256

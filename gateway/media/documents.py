@@ -22,9 +22,9 @@ from msgspec import Struct
 
 from gateway.config.settings import MediaConfig
 from gateway.errors import BadRequest, Unavailable
+from gateway.media.media_reference import DOCUMENT, IMAGE
 from gateway.media.pdf_process import PdfAnswer, PdfOrder, PdfPageContent, PdfPages, PdfRefusal
-from gateway.media.reference import DOCUMENT, IMAGE
-from gateway.media.resolve import MediaLease, digest_of
+from gateway.media.read_media import MediaLease, digest_of
 from protocol.codec import MAX_FRAME_BYTES
 from protocol.spec import IMAGE_PIXELS_MAX
 from protocol.to_worker import ChatPrompt, Media

@@ -14,7 +14,7 @@ from threading import Thread
 from typing import Final
 
 from gateway.errors import Unavailable
-from gateway.media.reference import FetchFailed
+from gateway.media.media_reference import FetchFailed
 
 # Maximum concurrent lookups in total, and for one key. Further lookups for that key wait.
 LOOKUPS_MAX: Final = 16

@@ -18,7 +18,7 @@ import certifi
 import httpcore
 import psutil
 
-from gateway.media.reference import FetchFailed, TooManyBytes
+from gateway.media.media_reference import FetchFailed, TooManyBytes
 
 REDIRECTS_MAX: Final = 3
 URL_CHARS_MAX: Final = 8192

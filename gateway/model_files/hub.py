@@ -33,7 +33,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers, filter_repo_objects, hf_raise_for_status
 from msgspec import Struct
 
-from gateway.failed import CommandFailed
+from gateway.command_failed import CommandFailed
 from gateway.model_files.hub_cache import MAIN
 from gateway.model_files.metadata import ModelMetadata, TensorEntry, Weights, estimate, measure
 from protocol.checkpoint import ENCODERS, audio_family, is_head, is_tower

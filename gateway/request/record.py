@@ -19,7 +19,7 @@ from starlette.types import Scope
 from gateway.access.caller import NOBODY, Caller
 from gateway.config.address import UNKNOWN, Address
 from gateway.control_types import RequestTiming
-from gateway.media.resolve import MediaLease
+from gateway.media.read_media import MediaLease
 from gateway.request.body_memory import BodyLease
 from protocol.from_worker import Usage
 from protocol.to_worker import Media

@@ -18,7 +18,7 @@ from typing import Final, Protocol, assert_never
 
 from msgspec import DecodeError, Struct, json
 
-from gateway.failed import CommandFailed
+from gateway.command_failed import CommandFailed
 from gateway.service.description import (
     COMMAND_TIMEOUT_S,
     Action,

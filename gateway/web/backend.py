@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.access.caller import OWNER
 from gateway.access.key import Key, KeyFile, KeyRefused
+from gateway.command_failed import CommandFailed
 from gateway.config.address import is_daemon_url
 from gateway.config.export import to_json, to_toml
 from gateway.config.settings import Config, ConfigError
@@ -35,7 +36,6 @@ from gateway.control import endpoints as admin
 from gateway.control.commands import AuditedCommand, Command, ModelCommand, get, model_commands, note, read_order
 from gateway.control_types import ModelRef
 from gateway.errors import ApiError, BadRequest, Forbidden, Overloaded, Unavailable
-from gateway.failed import CommandFailed
 from gateway.http.bodies import json_response
 from gateway.model_files.metadata import ConfiguredModel, list_models
 from gateway.model_files.pull_queue import PullQueue

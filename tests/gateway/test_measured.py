@@ -18,7 +18,7 @@ from tests.support.audio_models import build_moonshine
 from tests.support.pool import short_home
 from tests.support.reading_models import build_embedder
 from tests.support.scale import scaled
-from worker.engine.scheduling.kept_file import keep_load
+from worker.engine.scheduling.timing_profile_file import keep_load
 
 pytestmark = pytest.mark.anyio
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gateway.link.collector import Collector
-from gateway.link.failover import REFUSED, ResumeLimits
+from gateway.link.parked_sequences import REFUSED, ResumeLimits
 from gateway.link.transport import WorkerGone
 from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerLimits
 from gateway.workers.supervisor.worker import WorkerHandle

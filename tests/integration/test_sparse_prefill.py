@@ -9,7 +9,7 @@ import pytest
 from gateway.config.settings import ModelConfig, SparsePrefillConfig
 from tests.gateway.harness import serving
 from tests.support.daemon import DaemonProcess
-from worker.sparse import BLOCK_TOKENS, HEAD_BLOCKS, TAIL_BLOCKS
+from worker.sparse_prefill import BLOCK_TOKENS, HEAD_BLOCKS, TAIL_BLOCKS
 
 TEXT = "The river was low that summer, and the people of the town walked across it. " * 20
 ASKED = [{"role": "user", "content": TEXT}]

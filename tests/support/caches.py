@@ -7,8 +7,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
-from worker.kv.kv import KvLayout
 from worker.kv.quantized import KvForm, QuantizedKV, quantized
+from worker.kv.spans_and_checkpoints import KvLayout
 
 WINDOW = 8
 HEADS, DIM = 2, 3

@@ -15,7 +15,7 @@ from tests.support.heads import build_with_head, save_head
 from tests.support.models import build
 from worker.model.checkpoint_view import CONFIG, checkpoint_view
 from worker.model.loader import read_config
-from worker.sparse import BLOCK_TOKENS
+from worker.sparse_prefill import BLOCK_TOKENS
 from worker.tools.repack import repack
 from worker.vision.checkpoint import fold, load_text_model
 

@@ -1,7 +1,7 @@
 """Checks of a prefix cache's accounts and invariants."""
 # pyright: reportPrivateUsage=false
 
-from worker.prefix_cache.prefix import PrefixCache
+from worker.prefix_cache.cache_and_eviction import PrefixCache
 from worker.prefix_cache.radix_tree import RadixNode, Tree
 
 

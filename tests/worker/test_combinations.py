@@ -15,7 +15,7 @@ from tests.worker.structured.test_drafted_rows import Free
 from worker.engine.scheduling import kv_budget
 from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
-from worker.prefix_cache.prefix import MIN_TOKENS
+from worker.prefix_cache.cache_and_eviction import MIN_TOKENS
 from worker.speculation.drafter import Drafter
 from worker.speculation.policy import Speculator
 from worker.start.checked_model import load_checked

@@ -10,8 +10,8 @@ import mlx.core as mx
 
 from protocol.group import InsertRow, TickPlan
 from protocol.spec import read_spec
-from worker.group.fabric import Identity
 from worker.group.follower import Follower, follow
+from worker.group.rank_agreement import Identity
 
 # Rows of the self-check have smaller ones.
 FIRST_RID = 1000

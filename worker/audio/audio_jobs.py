@@ -39,8 +39,8 @@ from protocol.to_worker import Abort, Drain, Shutdown
 from worker.audio.audio_model import AudioModel
 from worker.engine.gauges import Gauges
 from worker.errors import RequestInvalid
-from worker.jobs import QueuedJob, TurnLoop
 from worker.model import memory
+from worker.turn_loop import QueuedJob, TurnLoop
 from worker.vision.sounds import Reserve
 
 log = logging.getLogger("mlxd.worker")

@@ -40,9 +40,9 @@ from protocol.to_worker import (
 from worker.embedding.load_model import EmbeddingInput, EmbeddingJob, EmbeddingModel, Numbers
 from worker.engine.gauges import Gauges
 from worker.errors import RequestInvalid
-from worker.jobs import TurnLoop
 from worker.model import memory
 from worker.prompt.limits_and_truncation import MAX_CHARS_PER_TOKEN, check_countable, check_ids
+from worker.turn_loop import TurnLoop
 
 log = logging.getLogger("mlxd.worker")
 

@@ -21,7 +21,6 @@ from protocol.spec import WorkerSpec
 from worker.embedding.backbones import BidirectionalGemma, DecoderBackbone, EncoderBackbone, load_backbone
 from worker.embedding.pooling import PoolingHead, Steps, read_steps
 from worker.errors import LoadFailed, foreign_code
-from worker.jobs import QueuedJob
 from worker.model.loader import (
     cast,
     check_weights,
@@ -35,6 +34,7 @@ from worker.model.loader import (
     vocab_size_of,
 )
 from worker.model.memory import has_gpu
+from worker.turn_loop import QueuedJob
 
 Numbers = npt.NDArray[np.float32]
 

@@ -26,8 +26,8 @@ from worker.errors import is_allocation_failure, is_fabric_fault, is_gpu_fault
 from worker.kv import batched
 from worker.kv.quantized import make_caches
 from worker.model.batch_mode import BatchMode
-from worker.model.division import agreement_of
-from worker.prefix_cache.prefix import SCORED, PrefixCache
+from worker.model.rank_split import agreement_of
+from worker.prefix_cache.cache_and_eviction import SCORED, PrefixCache
 from worker.prefix_cache.radix_tree import common_prefix
 from worker.sampling.logprobs import Scores
 from worker.sampling.penalties import processors

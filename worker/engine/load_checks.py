@@ -42,15 +42,15 @@ from worker.engine.rank_peers import RankPeers
 from worker.engine.row import Row, RowStats, RowText
 from worker.errors import LoadFailed, StepFailed, foreign_code, is_allocation_failure, is_gpu_fault
 from worker.kv import batched
-from worker.kv.kv import KvLayout, leaves
 from worker.kv.quantized import KvForm, QuantizedKV, kv_form_of, make_caches, quantized, set_kv_form
 from worker.kv.ragged import Lengths, RaggedKVCache
+from worker.kv.spans_and_checkpoints import KvLayout, leaves
 from worker.model import memory
 from worker.model.batch_mode import KERNEL, BatchMode, BatchModePlan
 from worker.model.packing import disable_packing, packing_of
 from worker.output.stops import StopScanner
-from worker.prefix_cache.prefix import PrefixCache
-from worker.sparse import SelectedTokens
+from worker.prefix_cache.cache_and_eviction import PrefixCache
+from worker.sparse_prefill import SelectedTokens
 
 log = logging.getLogger("mlxd.worker")
 

@@ -39,11 +39,11 @@ from worker.engine.output import Emitter, OutputWriter, TokenOutput
 from worker.engine.rank_peers import RankPeers
 from worker.engine.request_loop import RequestLoop
 from worker.engine.row import Row
-from worker.engine.scheduling.kept_file import KeptFile, has_watchdog
 from worker.engine.scheduling.kv_budget import AdmissionPass, KvCost
 from worker.engine.scheduling.memory_limits import MemoryLimits
 from worker.engine.scheduling.pacing import Heartbeat, Pacer
 from worker.engine.scheduling.queue import Queue
+from worker.engine.scheduling.timing_profile_file import KeptFile, has_watchdog
 from worker.errors import StepFailed, foreign_code, is_allocation_failure, is_gpu_fault
 from worker.kv import batched
 from worker.kv.quantized import make_caches
@@ -52,7 +52,7 @@ from worker.model.loader import LoadedModel
 from worker.model.lora.adapters import Adapters, adapters_of
 from worker.model.pass_costs import WIDTHS, PassCosts
 from worker.prefix_cache.kv_events import BlockEventLog
-from worker.sparse import Chooser, ImportanceReader
+from worker.sparse_prefill import Chooser, ImportanceReader
 from worker.speculation.drafter import Drafter
 from worker.speculation.policy import Speculator
 from worker.vision.encoder import MediaEncoder

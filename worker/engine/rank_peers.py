@@ -7,10 +7,10 @@ from protocol.stats import RankStats
 from protocol.to_worker import SetMemory
 from worker.engine.batch import Batch
 from worker.engine.scheduling.kv_budget import KvCost
-from worker.kv.kv import KvLayout
+from worker.kv.spans_and_checkpoints import KvLayout
 from worker.model.batch_mode import BatchMode
 from worker.model.memory import ShareLimits
-from worker.prefix_cache.prefix import PrefixCache
+from worker.prefix_cache.cache_and_eviction import PrefixCache
 
 
 class RankPeers(Protocol):

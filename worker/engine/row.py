@@ -31,14 +31,14 @@ from worker.model.lora.adapters import Adapter
 from worker.output.detokenize import Detokenizer, Vocabulary
 from worker.output.parsers.parser import Parser
 from worker.output.stops import StopScanner, marks_of
-from worker.prefix_cache.prefix import CacheLookup, Ticket
+from worker.prefix_cache.cache_and_eviction import CacheLookup, Ticket
 from worker.sampling.logprobs import Scores
 from worker.sampling.penalties import NO_WORDS, BadWords
 from worker.sampling.sampler import Draws, Guard
-from worker.sparse import SelectedTokens, count_kept
+from worker.sparse_prefill import SelectedTokens, count_kept
 from worker.speculation.draft_state import DraftedCounts, Drafting, DraftState
-from worker.structured.guides import Rule
 from worker.structured.masks import MaskWork
+from worker.structured.row_constraint import Rule
 from worker.vision.media import Span, before_media, media_keys
 from worker.vision.multimodal_merge import MediaPlacement
 

@@ -29,8 +29,8 @@ from worker.engine.output import StepOutput
 from worker.engine.row import BatchSequence, Token
 from worker.engine.scheduling.kv_budget import KvCost
 from worker.errors import LoadFailed, PartnerLost, StepFailed, is_fabric_fault
-from worker.group import fabric
-from worker.group.fabric import (
+from worker.group import rank_agreement
+from worker.group.rank_agreement import (
     Identity,
     costliest,
     extend_checksum,
@@ -40,14 +40,14 @@ from worker.group.fabric import (
     tightest,
     token_cost,
 )
-from worker.group.watch import LeadWatch, Lost, RankProgress, RankSockets
-from worker.kv.kv import KvLayout
+from worker.group.rank_heartbeats import LeadWatch, Lost, RankProgress, RankSockets
+from worker.kv.spans_and_checkpoints import KvLayout
 from worker.model import memory
 from worker.model.batch_mode import BatchMode
-from worker.model.division import Division
 from worker.model.loader import read_config, resolve
 from worker.model.memory import ShareLimits
-from worker.prefix_cache.prefix import PrefixCache
+from worker.model.rank_split import Division
+from worker.prefix_cache.cache_and_eviction import PrefixCache
 from worker.prefix_cache.radix_tree import TokenCost
 
 log = logging.getLogger("mlxd.worker")
@@ -202,12 +202,12 @@ class Coordinator:
                 raise failure
         if silent := self._watch.absent(deadline - time.monotonic()):
             raise PartnerLost(f"{self._names(silent)} joined, and cannot be heard at {self._rank.watch}")
-        links = (fabric.own_links(self._rank), *(join.links for _, join in sorted(self._joined.items())))
+        links = (rank_agreement.own_links(self._rank), *(join.links for _, join in sorted(self._joined.items())))
         devices = (self._rank.devices, *(join.devices for _, join in sorted(self._joined.items())))
-        coordinator = "" if backend == RING else fabric.own_links(self._rank)[0]
+        coordinator = "" if backend == RING else rank_agreement.own_links(self._rank)[0]
         go = group.StartLoading(backend, parallel, links, devices, coordinator, self._group.split)
         self._send_all(group.encode(go))
-        connected = fabric.connect(go, self._rank)
+        connected = rank_agreement.connect(go, self._rank)
         self._load_ends = time.monotonic() + self._rank.load_s
         log.info(
             "group of %d by %s, %s parallel: without drafts, media, adapters, packed passes, and prefixes on disk",

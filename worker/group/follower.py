@@ -20,16 +20,16 @@ from worker.engine.batch import Batch
 from worker.engine.load_checks import silent_row
 from worker.engine.row import Row, RowQuestions
 from worker.errors import LoadFailed, PartnerLost, WorkerError, is_fabric_fault
-from worker.group import fabric
-from worker.group.fabric import Identity, extend_checksum, identity_of, measured
-from worker.group.watch import LINGER_MS, FollowerWatch, RankProgress, RankSockets
-from worker.kv.kv import KvLayout
+from worker.group import rank_agreement
+from worker.group.rank_agreement import Identity, extend_checksum, identity_of, measured
+from worker.group.rank_heartbeats import LINGER_MS, FollowerWatch, RankProgress, RankSockets
 from worker.kv.quantized import make_caches
+from worker.kv.spans_and_checkpoints import KvLayout
 from worker.model import loader, memory
 from worker.model.batch_mode import BatchMode
-from worker.model.division import Division
 from worker.model.loader import resolve
-from worker.prefix_cache.prefix import PrefixCache
+from worker.model.rank_split import Division
+from worker.prefix_cache.cache_and_eviction import PrefixCache
 from worker.prefix_cache.radix_tree import TokenCost
 
 log = logging.getLogger("mlxd.worker")
@@ -126,7 +126,7 @@ class Follower:
             identity.versions,
             identity.form,
             str(mx.default_device()),
-            fabric.own_links(rank),
+            rank_agreement.own_links(rank),
             rank.devices,
         )
         end = time.monotonic() + rank.join_s
@@ -137,7 +137,7 @@ class Follower:
         go = self._receive()
         if not isinstance(go, group.StartLoading):
             raise PartnerLost(f"rank 0 sent {type(go).__name__} out of turn")
-        division = Division(fabric.connect(go, rank), go.parallel, go.split)
+        division = Division(rank_agreement.connect(go, rank), go.parallel, go.split)
         loaded = self.load_part(division)
         memory.give_back()
         if self._limit_bytes and loaded.weights_bytes > self._limit_bytes:

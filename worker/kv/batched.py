@@ -7,9 +7,9 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
-from worker.kv.kv import is_sliceable, leaves
 from worker.kv.quantized import QuantizedKV
 from worker.kv.ragged import Lengths, RaggedKVCache, RaggedWindowCache
+from worker.kv.spans_and_checkpoints import is_sliceable, leaves
 
 # Types of one sequence's caches that have a batch form.
 _SINGLE: Final = (KVCache, RotatingKVCache, ChunkedKVCache)

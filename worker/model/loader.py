@@ -44,10 +44,10 @@ from worker.model import packing
 from worker.model.batch_mode import BatchModePlan
 from worker.model.checkpoint_view import CONFIG, checkpoint_view
 from worker.model.class_checks import check_activation, check_floats, check_head, check_rope, untied, warn_of_window
-from worker.model.division import Division
 from worker.model.experts import attach as attach_experts
 from worker.model.experts import experts_per_token, pass_tokens
 from worker.model.linears import Linears
+from worker.model.rank_split import Division
 from worker.speculation.drafter import Proposer
 from worker.vision.checkpoint import UnsupportedVision, fold, load_text_model, text_config
 from worker.vision.tower import Vision, attach

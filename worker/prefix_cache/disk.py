@@ -30,7 +30,7 @@ from typing import Any, Final
 import msgspec
 
 from protocol.stats import Stats
-from worker.kv.kv import Span, arrays_of
+from worker.kv.spans_and_checkpoints import Span, arrays_of
 from worker.prefix_cache.file_format import (
     FORMAT,
     SUFFIX,

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models import cache as kinds
 
-from worker.kv.kv import Span, has_kv
+from worker.kv.spans_and_checkpoints import Span, has_kv
 
 Tokens = npt.NDArray[np.int32]
 

@@ -18,7 +18,7 @@ from protocol.failures import Code
 from protocol.model_files import PROCESSOR_FILES, TOKENIZER_FILES, digest, files_digest, weights_digest
 from protocol.spec import WorkerSpec
 from worker.errors import LoadFailed
-from worker.kv.kv import KvLayout, kind_of_leaf, leaves
+from worker.kv.spans_and_checkpoints import KvLayout, kind_of_leaf, leaves
 from worker.model.batch_mode import BatchMode
 from worker.model.loader import LoadedModel
 from worker.prefix_cache.disk import LABEL, CacheDisk, CacheFormat, FolderOwner

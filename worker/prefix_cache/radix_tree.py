@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from worker.kv.kv import KvLayout, Span, arrays_of, copy_state, cut_span, extend_windows, slice_span
+from worker.kv.spans_and_checkpoints import KvLayout, Span, arrays_of, copy_state, cut_span, extend_windows, slice_span
 from worker.prefix_cache.disk import DiskEntry
 
 _ADAPTER: Final = "lora:"

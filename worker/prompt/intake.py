@@ -66,7 +66,7 @@ from worker.prompt.templates import Renderer
 from worker.sampling.logprobs import scored_top
 from worker.speculation.draft_state import UNLIMITED_DRAFT_TOKENS, Drafting
 from worker.speculation.text_sources import BREAK
-from worker.structured.guides import Rules
+from worker.structured.row_constraint import Rules
 from worker.structured.tool_rules import DEFAULT_CALL_TOKENS, ToolRules
 from worker.vision.images import MediaLimits
 

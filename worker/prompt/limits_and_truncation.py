@@ -32,7 +32,7 @@ from protocol.to_worker import (
 from worker.errors import RequestInvalid
 from worker.prompt.media_prompt import EncodedPrompt
 from worker.sampling.penalties import BadWords
-from worker.sparse import count_kept
+from worker.sparse_prefill import count_kept
 
 # Maximum number of characters per token of the context; longer text hardly ever fits the context.
 MAX_CHARS_PER_TOKEN: Final = 8

@@ -23,7 +23,7 @@ from msgspec import structs
 from protocol.from_worker import Explained, MissCause, MissCode
 from protocol.to_worker import ChatPrompt, Explain, NextTurnPrompt, Prompt
 from worker.engine.row import Row, RowStats, Thinking
-from worker.prefix_cache.prefix import PrefixCache
+from worker.prefix_cache.cache_and_eviction import PrefixCache
 from worker.prefix_cache.radix_tree import Tokens, common_prefix
 from worker.prompt.rewrites import media, words
 

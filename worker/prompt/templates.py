@@ -62,7 +62,7 @@ from worker.prompt.rewrites import (
     with_ids,
     words,
 )
-from worker.prompt.stand_ins import QuotedMarkers, marked, opening_of, with_words
+from worker.prompt.template_placeholders import QuotedMarkers, marked, opening_of, with_words
 from worker.vision.media import MediaMarkers
 
 _MAX_DEPTH: Final = 12

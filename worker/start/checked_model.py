@@ -18,11 +18,11 @@ from worker.engine.load_checks import choose, gap_problem, quantize_kv, sample
 from worker.engine.rank_peers import RankPeers
 from worker.errors import LoadFailed
 from worker.model.batch_mode import DETERMINISTIC, BatchMode, BatchModePlan
-from worker.model.division import Division
 from worker.model.loader import LoadedModel, load, read_config, resolve
 from worker.model.lora.adapters import attach
+from worker.model.rank_split import Division
 from worker.prompt.chat_template import compiled
-from worker.sparse import ImportanceReader
+from worker.sparse_prefill import ImportanceReader
 from worker.speculation.drafters.mtp_and_eagle_heads import NoHead
 from worker.speculation.drafters.proposers import attach_draft, attach_head
 

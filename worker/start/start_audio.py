@@ -11,7 +11,7 @@ from worker.audio.audio_intake import AudioIntake
 from worker.audio.audio_jobs import AudioLoop, ClipQueue, SampleMemory
 from worker.audio.audio_model import load_audio_model
 from worker.engine.gauges import Gauges
-from worker.engine.scheduling.kept_file import keep_load
+from worker.engine.scheduling.timing_profile_file import keep_load
 from worker.link import GatewayLink
 from worker.model import memory
 from worker.start.job_intake import Refusing, refused_adapters, start_job_intake

@@ -9,7 +9,7 @@ from protocol.timing_profile import LoadFacts
 from worker.embedding.intake_and_loop import JobLoop, Preparer
 from worker.embedding.load_model import EmbeddingModel, load_embedding_model
 from worker.engine.gauges import Gauges
-from worker.engine.scheduling.kept_file import keep_load
+from worker.engine.scheduling.timing_profile_file import keep_load
 from worker.link import GatewayLink
 from worker.model import memory
 from worker.start.job_intake import Refusing, refused_adapters, start_job_intake

@@ -19,8 +19,8 @@ from typing import Any, Final, Protocol
 import mlx.core as mx
 import numpy as np
 
-from worker.structured.compiler import Allowed, GrammarFailed
-from worker.structured.guides import Guide, Rule
+from worker.structured.grammar_compiler import Allowed, GrammarFailed
+from worker.structured.row_constraint import Guide, Rule
 
 # Minimum time that other rows wait for a late mask; otherwise they wait about as long as a step takes.
 MIN_PATIENCE_S: Final = 0.01

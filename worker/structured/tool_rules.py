@@ -15,9 +15,9 @@ from worker.errors import RequestInvalid
 from worker.output.parsers.channels import Channels
 from worker.output.parsers.families import FAMILIES
 from worker.output.parsers.reader import is_markup
-from worker.structured.compiler import CompiledGrammar
-from worker.structured.guides import EarlyFinish, Prologue, Rule, Rules
-from worker.structured.json_schema import SchemaInvalid, check, dangling, modern, repaired
+from worker.structured.grammar_compiler import CompiledGrammar
+from worker.structured.row_constraint import EarlyFinish, Prologue, Rule, Rules
+from worker.structured.schema_checks import SchemaInvalid, check, dangling, modern, repaired
 from worker.structured.tool_grammar.build import HEADS, CallGrammar, Calls, call_grammar, rest_of_call, strict_grammar
 from worker.structured.tool_grammar.lark import MarkupTokens
 

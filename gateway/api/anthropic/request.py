@@ -48,7 +48,7 @@ from gateway.api.openai.lowering import derive_seed
 from gateway.api.openai.request import Seed
 from gateway.config.settings import ModelConfig, ThinkingDefaults
 from gateway.errors import BadRequest, Unsupported, missing_parameter
-from gateway.media.reference import IMAGE, by_base64, by_url, document
+from gateway.media.media_reference import IMAGE, by_base64, by_url, document
 from protocol.to_worker import ChatPrompt, Constraint, ConstraintKind, Generate, Sampling
 
 # Types of blocks that prompts have a form for.

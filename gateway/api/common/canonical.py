@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.errors import BadRequest, invalid_choice
-from gateway.media.reference import Reference
+from gateway.media.media_reference import Reference
 from protocol.to_worker import ChatPrompt, Media
 
 T = TypeVar("T")

@@ -38,9 +38,9 @@ from gateway.link.link import CallRefused
 from gateway.link.transport import WorkerGone
 from gateway.media.documents import DocumentReader, has_documents, past_documents, text_chars
 from gateway.media.documents import with_pages as pages_of
+from gateway.media.media_reference import DOCUMENT, IMAGE, Reference
 from gateway.media.modalities import check, likely_tokens, modalities
-from gateway.media.reference import DOCUMENT, IMAGE, Reference
-from gateway.media.resolve import MediaReader, Stored, is_inline, resolve
+from gateway.media.read_media import MediaReader, Stored, is_inline, resolve
 from gateway.request.body_memory import LARGE_BYTES
 from gateway.request.generation import Generation
 from gateway.request.next_turns import has_next_turn

@@ -30,7 +30,7 @@ from gateway.api.decisions.engine import (
 from gateway.api.responses.lowering import lower_items
 from gateway.api.responses.request import ROLES, ContentPart, InputItem
 from gateway.errors import BadRequest, Unsupported, invalid_choice, missing_parameter
-from gateway.media.reference import DETAILS
+from gateway.media.media_reference import DETAILS
 from gateway.request.record import record_of
 from gateway.services import Services
 from protocol.to_worker import ChatPrompt

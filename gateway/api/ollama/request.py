@@ -55,7 +55,7 @@ from gateway.api.openai.lowering import derive_seed, lower_tool
 from gateway.api.openai.request import CalledFunction, Penalty, RepetitionPenalty, ToolSpec, Unit
 from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.errors import BadRequest, Unsupported, invalid_choice
-from gateway.media.reference import IMAGE, by_base64, by_url
+from gateway.media.media_reference import IMAGE, by_base64, by_url
 from protocol.to_worker import ChatPrompt, Constraint, ConstraintKind, Generate, Infill, Prompt, Sampling, TextPrompt
 
 # Matches durations of zero in Go's notation, or in seconds. Each number of a longer duration must end in a unit;

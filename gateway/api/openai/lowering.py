@@ -49,7 +49,7 @@ from gateway.api.openai.request import (
 )
 from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.errors import BadRequest, Unsupported, invalid_choice, missing_parameter
-from gateway.media.reference import AUDIO, IMAGE, VIDEO, by_base64, by_url, detail_options, document, merged
+from gateway.media.media_reference import AUDIO, IMAGE, VIDEO, by_base64, by_url, detail_options, document, merged
 from protocol.to_worker import ChatPrompt, Generate, Infill, Prompt, Sampling, TextPrompt, TokensPrompt
 
 # Maps each type of part to its kind of medium, and to the fields that may have its URL, the usual field first.

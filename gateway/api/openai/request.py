@@ -32,7 +32,7 @@ from gateway.api.common.request_fields import (
 from gateway.api.common.thinking import AnthropicThinking, ReasoningSpec
 from gateway.api.openai.response import check_progress
 from gateway.errors import BadRequest, Unsupported
-from gateway.media.reference import DETAILS
+from gateway.media.media_reference import DETAILS
 from protocol.to_worker import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN
 
 BREAKERS: Final = ("\n", ":", '"', "*")

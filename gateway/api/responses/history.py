@@ -22,7 +22,7 @@ from gateway.api.responses.store import (
 )
 from gateway.errors import ApiError, BadRequest, Unavailable
 from gateway.http.bodies import reserve
-from gateway.media.reference import stored_url
+from gateway.media.media_reference import stored_url
 from gateway.request.record import RequestRecord
 from protocol.codec import MAX_FRAME_BYTES
 from protocol.to_worker import Media

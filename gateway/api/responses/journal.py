@@ -24,7 +24,7 @@ from msgspec import Struct
 from gateway.api.responses import response as out
 from gateway.api.responses.request import InputItem, ToolIdentity
 from gateway.disk_and_clock import SYSTEM_DISK, Disk, MakeThread, single_thread
-from gateway.media.resolve import share_bytes
+from gateway.media.read_media import share_bytes
 from protocol.codec import UNREADABLE
 from protocol.from_worker import Delta
 from protocol.to_worker import Generate

@@ -28,7 +28,7 @@ from gateway.api.responses.request import (
 )
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest, Unsupported, invalid_choice, missing_parameter
-from gateway.media.reference import AUDIO, IMAGE, VIDEO, by_base64, by_url, detail_options, document
+from gateway.media.media_reference import AUDIO, IMAGE, VIDEO, by_base64, by_url, detail_options, document
 from protocol.to_worker import BATCH_PRIORITY, ChatPrompt, Constraint, Generate, Sampling
 
 T = TypeVar("T")

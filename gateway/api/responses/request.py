@@ -43,7 +43,7 @@ from gateway.api.openai.request import (
     Unit,
 )
 from gateway.errors import BadRequest, Unsupported, invalid_choice, missing_parameter
-from gateway.media.reference import DETAILS
+from gateway.media.media_reference import DETAILS
 
 # Any value of these fields is accepted, because they request nothing from a local server.
 NO_ACTION: Final = frozenset({"client_metadata", "prompt_cache_retention", "stream_options", "service_tier"})

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 from msgspec import inspect as types
 
-from gateway.api.parts import Maker
+from gateway.api.endpoint_makers import Maker
 from gateway.errors import ErrorBody
 
 Schema = dict[str, Any]

@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from gateway.command_failed import CommandFailed
 from gateway.control_types import DaemonStatus
 from gateway.ctl import client
 from gateway.ctl.offline import Model
 from gateway.ctl.tables import Json, print_json
-from gateway.failed import CommandFailed
 from gateway.model_files.metadata import kind_of_files
 from protocol.checkpoint import EMBED, RERANK
 

@@ -19,7 +19,7 @@ def doctor(json: Json = False) -> None:
 
     Example: mlxctl doctor
     """
-    from gateway.ctl.doctor.look import examine, run_command
+    from gateway.ctl.doctor.machine_facts import examine, run_command
 
     report(list(examine(default_home(), run_command)), json)
 

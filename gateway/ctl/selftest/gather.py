@@ -15,12 +15,12 @@ from typing import Final
 import httpx
 import psutil
 
+from gateway.command_failed import CommandFailed
 from gateway.control_types import CommandDone, UiCode
 from gateway.ctl import client, offline
 from gateway.ctl.chat_verbs import running_daemon
 from gateway.ctl.selftest import verdicts
 from gateway.ctl.selftest.trial import Trial, at_home
-from gateway.failed import CommandFailed
 from gateway.service import launchd
 from gateway.service.description import Scope, Service
 from gateway.service.installer import Installation, Owner, carry_out, launcher

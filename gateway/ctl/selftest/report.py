@@ -12,7 +12,7 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from gateway.ctl.doctor.look import DISTRIBUTIONS, run_command, version_of_distribution
+from gateway.ctl.doctor.machine_facts import DISTRIBUTIONS, run_command, version_of_distribution
 from gateway.ctl.selftest.steps import HAND, HandRow
 from gateway.ctl.selftest.verdicts import Outcome, StepEvidence
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from gateway.command_failed import CommandFailed
 from gateway.ctl.tables import Json
-from gateway.failed import CommandFailed
 
 if TYPE_CHECKING:
     from gateway.ctl.selftest.report import StepResult

@@ -109,7 +109,7 @@ STEPS: Final[tuple[SelftestStep, ...]] = (
     SelftestStep(
         "doctor",
         "the wired limit and sleep settings of `mlxctl doctor`",
-        "`gateway/ctl/doctor/look.py`, `gateway/ctl/doctor/checks.py`",
+        "`gateway/ctl/doctor/machine_facts.py`, `gateway/ctl/doctor/checks.py`",
         "it reads the output of `sysctl -n iogpu.wired_limit_mb` and `pmset -g`",
         MAC,
         gather.doctor,
@@ -224,7 +224,7 @@ STEPS: Final[tuple[SelftestStep, ...]] = (
     SelftestStep(
         "timing-profile",
         "the machine in the key of timing profiles",
-        "`worker/engine/scheduling/kept_file.py`",
+        "`worker/engine/scheduling/timing_profile_file.py`",
         "`state/wisdom/*.json` names chip, `N GPU cores` and `macOS BUILD`; a second start of the worker begins with "
         "those times (no `is not used` in the log)",
         MAC,

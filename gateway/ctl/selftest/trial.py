@@ -22,11 +22,11 @@ from typing import Any, Final, Self
 
 import httpx
 
+from gateway.command_failed import CommandFailed
 from gateway.control_types import CommandDone, DaemonStatus, ModelStatus
 from gateway.ctl import client, offline
 from gateway.ctl.chat_verbs import running_daemon
 from gateway.ctl.selftest.verdicts import EvidenceText, StepEvidence
-from gateway.failed import CommandFailed
 from gateway.model_files.metadata import find
 from gateway.service.installer import InstallMachine, RealMachine
 from gateway.state_dir import default_home, log_path, run_dir

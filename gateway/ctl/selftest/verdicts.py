@@ -13,7 +13,7 @@ from gateway.ctl.doctor import checks
 from gateway.model_files.known_times import OVERHEAD_BYTES
 from gateway.service import launchd
 from gateway.workers import power
-from protocol.verify import VerifyCheck
+from protocol.verify_output import VerifyCheck
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
 
-from gateway.link.failover import ParkedSequences
+from gateway.link.parked_sequences import ParkedSequences
 from gateway.workers.supervisor.state import State
 from protocol.failures import EXIT_MEANING, FINAL_EXITS, Code, ExitStatus, Failure
 from protocol.from_worker import Goodbye

@@ -15,8 +15,8 @@ from typing import Final, Protocol
 
 import msgspec
 
-from gateway.link.failover import ResumeLimits
 from gateway.link.link import WorkerLink
+from gateway.link.parked_sequences import ResumeLimits
 from gateway.link.sequence import LinkEvents
 from protocol.failures import Code, Failure
 from protocol.from_worker import Ready

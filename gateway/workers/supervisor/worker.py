@@ -18,7 +18,7 @@ from typing import Any, assert_never
 
 from msgspec.structs import replace
 
-from gateway.link.failover import ParkedSequences
+from gateway.link.parked_sequences import ParkedSequences
 from gateway.link.transport import SendFailed, SequenceProgressed
 from gateway.workers.supervisor import inbox
 from gateway.workers.supervisor.exits_and_restarts import RestartPolicy

@@ -7,9 +7,9 @@ import httpx
 import pytest
 
 from gateway.access.key import KeyFile
+from gateway.command_failed import CommandFailed
 from gateway.control_types import DaemonStatus
 from gateway.ctl import client
-from gateway.failed import CommandFailed
 from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess, write_config
 

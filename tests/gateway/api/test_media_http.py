@@ -12,7 +12,7 @@ import pytest
 from gateway.access.caller import Caller
 from gateway.api.common import serve
 from gateway.config.settings import MediaConfig, ModelConfig, ServerConfig
-from gateway.media.reference import IMAGE, Reference
+from gateway.media.media_reference import IMAGE, Reference
 from gateway.request.record import RequestRecord
 from protocol.to_worker import ChatPrompt
 from tests.gateway.harness import Gateway, running, until

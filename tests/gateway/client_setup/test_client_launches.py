@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gateway.client_setup.clients import CLIENTS, Endpoint, launch, program_of, programs
-from gateway.failed import CommandFailed
+from gateway.command_failed import CommandFailed
 
 TO = Endpoint("http://127.0.0.1:8484", "coder", 65536)
 KEY = "sk-mlxd-secret"

@@ -6,7 +6,7 @@ import pytest
 from gateway.control_types import Probe
 from gateway.ctl.doctor import checks as doctor
 from gateway.ctl.doctor.checks import DoctorFinding
-from gateway.ctl.doctor.look import machine
+from gateway.ctl.doctor.machine_facts import machine
 from protocol.sockets import IPC_PATH_MAX
 from tests.gateway.ctl.test_status import free_port
 from tests.support.ctl import ctl

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from gateway.command_failed import CommandFailed
 from gateway.ctl.setup import command_of, requirements
-from gateway.failed import CommandFailed
 from tests.support.ctl import ctl
 
 

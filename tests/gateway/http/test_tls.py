@@ -23,7 +23,7 @@ from gateway.config.certificate import CertificateUnusable, load
 from gateway.config.export import to_toml
 from gateway.config.load import load_config
 from gateway.config.settings import ConfigError, ServerConfig
-from gateway.ctl.doctor import look as doctor
+from gateway.ctl.doctor import machine_facts as doctor
 from gateway.http.connection import PIPELINED_MAX
 from gateway.http.connection_limits import ADDRESS_PART
 from gateway.reload import Reloader

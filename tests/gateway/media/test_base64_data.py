@@ -5,8 +5,8 @@ import base64
 import pytest
 
 from gateway.errors import ApiError
-from gateway.media.reference import Reference
-from gateway.media.resolve import decode
+from gateway.media.media_reference import Reference
+from gateway.media.read_media import decode
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
 LIMIT = 4096

@@ -13,7 +13,7 @@ import pytest
 
 from gateway.errors import Unavailable
 from gateway.media.host_names import LOOKUPS_MAX, LOOKUPS_OF_KEY_MAX, UNANSWERED_S, HostNames, look_up
-from gateway.media.reference import FetchFailed
+from gateway.media.media_reference import FetchFailed
 from tests.gateway.harness import until
 from tests.support.scale import patient
 
@@ -119,7 +119,7 @@ async def test_a_name_without_an_answer_is_refused_for_a_minute_and_holds_its_pl
 ENDING = """
 import asyncio, threading, uvloop
 from gateway.media.host_names import HostNames
-from gateway.media.reference import FetchFailed
+from gateway.media.media_reference import FetchFailed
 
 async def main():
     names = HostNames(lambda host, port: threading.Event().wait(), 0.01)

@@ -3,7 +3,7 @@
 import pytest
 
 from gateway.errors import Unavailable
-from gateway.media.resolve import InFlightBytes, MediaLease, share_bytes
+from gateway.media.read_media import InFlightBytes, MediaLease, share_bytes
 from protocol.codec import MAX_FRAME_BYTES
 
 MIB = 1 << 20

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import pytest
 
 from gateway.media.host_names import HostNames
+from gateway.media.media_reference import FetchFailed, TooManyBytes
 from gateway.media.public_url import Fetcher, IPAddress, Resolver, is_own, is_public
-from gateway.media.reference import FetchFailed, TooManyBytes
 from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio

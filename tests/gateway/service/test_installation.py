@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.failed import CommandFailed
+from gateway.command_failed import CommandFailed
 from gateway.service.description import SymbolicLink
 from gateway.service.installer import Installation, Owner, RealMachine, carry_out, check_writers, launcher, version_of
 from tests.support.users import SERVICE, as_root

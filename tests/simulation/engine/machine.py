@@ -24,7 +24,7 @@ from worker.engine.scheduling import kv_budget, memory_limits, pacing
 from worker.engine.scheduling.pacing import ChunkPlan, Pacer
 from worker.model.loader import LoadedModel
 from worker.model.memory import MlxDevice
-from worker.prefix_cache import prefix
+from worker.prefix_cache import cache_and_eviction
 from worker.prefix_cache.disk import CacheDisk, DiskEntry, FolderOwner, ModelFolder, _Write
 from worker.prompt.intake import Intake
 from worker.start.checked_model import load_checked
@@ -37,7 +37,7 @@ KV_STEP = 8
 DISK_MIN_TOKENS = 16
 # Folder in memory for the disk cache, so that no world waits for the disk; None where there is none.
 MEMORY_FOLDER = "/dev/shm" if Path("/dev/shm").is_dir() else None
-_CLOCKED = loop, request_loop, output, memory_limits, pacing, prefix
+_CLOCKED = loop, request_loop, output, memory_limits, pacing, cache_and_eviction
 
 
 @functools.cache
@@ -231,7 +231,7 @@ def machine(clock: Clock, reserved_tokens: int) -> Generator[None]:
         patch("worker.model.memory.MlxDevice", NoDevice),
         patch.object(masks, "wait", _wait_for_nothing),
         patch.object(kv_budget, "STEP", KV_STEP),
-        patch.object(prefix, "MIN_TOKENS", DISK_MIN_TOKENS),
+        patch.object(cache_and_eviction, "MIN_TOKENS", DISK_MIN_TOKENS),
         patch.object(kv_budget, "RESERVED_OUTPUT_TOKENS", reserved_tokens),
     ):
         patches = [patch.object(module, "time", time) for module in _CLOCKED]

@@ -18,7 +18,7 @@ from worker.audio.audio_jobs import AudioJob, AudioLoop, AudioPiece, SampleMemor
 from worker.audio.audio_model import AudioModel
 from worker.engine.gauges import Gauges
 from worker.errors import RequestInvalid
-from worker.jobs import LoopCommand
+from worker.turn_loop import LoopCommand
 
 SPEC = WorkerSpec("m", "", 1, "", "", max_running=1, max_waiting=3)
 

@@ -21,7 +21,7 @@ from worker.embedding.intake_and_loop import JobLoop, take_group
 from worker.embedding.load_model import EmbeddingInput, EmbeddingJob, EmbeddingModel, Numbers
 from worker.engine.gauges import Gauges
 from worker.errors import StepFailed
-from worker.jobs import LoopCommand
+from worker.turn_loop import LoopCommand
 
 SPEC = WorkerSpec("m", "", 1, "", "", max_running=2, max_waiting=3)
 

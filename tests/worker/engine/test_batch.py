@@ -14,9 +14,9 @@ from tests.support.models import build
 from tests.support.prefix_checks import check_cache
 from worker.engine.batch import Batch
 from worker.engine.row import BatchSequence, Row
-from worker.kv.kv import KvLayout
+from worker.kv.spans_and_checkpoints import KvLayout
 from worker.model.loader import LoadedModel, load
-from worker.prefix_cache.prefix import PrefixCache
+from worker.prefix_cache.cache_and_eviction import PrefixCache
 from worker.prompt.intake import Intake
 from worker.speculation.policy import Speculator
 

@@ -15,7 +15,7 @@ from tests.support.engine import EngineHarness, spec
 from tests.support.rows import row
 from tests.support.scale import scaled
 from worker.engine.scheduling.kv_budget import UNLIMITED_TOKENS, KvBudget, KvCost
-from worker.prefix_cache.prefix import MAX_ARRAYS
+from worker.prefix_cache.cache_and_eviction import MAX_ARRAYS
 
 
 def requests(count: int, prompt: int, output: int) -> list[Generate]:

@@ -15,7 +15,7 @@ from tests.support.models import KINDS, VOCAB
 from tests.support.prefix_checks import check_cache
 from tests.support.scale import scaled
 from worker.kv import batched
-from worker.prefix_cache.prefix import PrefixCache
+from worker.prefix_cache.cache_and_eviction import PrefixCache
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 # Caches of plain KV, of windows, of recurrent layers beside KV, and of recurrent layers alone, in a lane of equal rows.

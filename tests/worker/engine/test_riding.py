@@ -18,10 +18,10 @@ from tests.worker.engine.test_exact import tokens
 from worker.engine.batch import Batch
 from worker.engine.scheduling.pacing import PassTime
 from worker.kv import ragged
-from worker.kv.kv import KvLayout
+from worker.kv.spans_and_checkpoints import KvLayout
 from worker.model.loader import LoadedModel, load
 from worker.model.packing import PackedRows
-from worker.prefix_cache.prefix import PrefixCache
+from worker.prefix_cache.cache_and_eviction import PrefixCache
 from worker.prompt.intake import Intake
 from worker.speculation.drafter import Drafter
 from worker.tools.verify.verifier import NoisyDrafts

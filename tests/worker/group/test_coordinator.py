@@ -20,7 +20,7 @@ from tests.support.ranks import group_spec, ranks_with
 from tests.support.scale import patient
 from worker.errors import LoadFailed, PartnerLost
 from worker.group.coordinator import Coordinator
-from worker.group.fabric import Identity
+from worker.group.rank_agreement import Identity
 
 VERSIONS = Versions("1", "2", "3")
 STRANGER = 7

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from worker.engine.scheduling.kept_file import darwin_facts, device_facts, linux_facts, machine
+from worker.engine.scheduling.timing_profile_file import darwin_facts, device_facts, linux_facts, machine
 
 IOREG = """+-o AGXAcceleratorG14X  <class AGXAcceleratorG14X, id 0x1000003f5, registered, matched, active, busy 0>
     {

@@ -25,8 +25,8 @@ from tests.support.scale import patient, scaled
 from worker.engine.generator import Generator
 from worker.errors import StepFailed
 from worker.model.memory import MemoryShare, ShareLimits, divide
+from worker.prefix_cache.cache_and_eviction import PrefixCache
 from worker.prefix_cache.disk import CacheDisk
-from worker.prefix_cache.prefix import PrefixCache
 from worker.sampling.logprobs import LogprobReader
 
 MIB = 1 << 20

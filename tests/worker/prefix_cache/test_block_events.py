@@ -12,6 +12,7 @@ import zmq
 from tests.support.caches import filled, layout
 from tests.support.scale import patient
 from worker.prefix_cache import kv_events
+from worker.prefix_cache.cache_and_eviction import PrefixCache
 from worker.prefix_cache.kv_events import (
     BLOCK,
     END_SEQUENCE,
@@ -23,7 +24,6 @@ from worker.prefix_cache.kv_events import (
     Event,
     KvPublisher,
 )
-from worker.prefix_cache.prefix import PrefixCache
 from worker.prefix_cache.radix_tree import Tokens, adapter_number, adapter_salt, salt_key
 
 Block = tuple[int | None, tuple[int, ...]]

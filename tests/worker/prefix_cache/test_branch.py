@@ -8,7 +8,7 @@ import numpy as np
 from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.worker.structured.test_drafted_rows import Free
-from worker.prefix_cache.prefix import PrefixCursor
+from worker.prefix_cache.cache_and_eviction import PrefixCursor
 from worker.prefix_cache.radix_tree import EMPTY, RadixNode
 from worker.speculation.policy import Speculator
 from worker.speculation.text_sources import DraftSource

@@ -23,9 +23,9 @@ from tests.support import disk as folder
 from tests.support.caches import KINDS, contents, filled, grow, layout
 from tests.support.prefix_checks import check_cache
 from tests.support.scale import patient, scaled
-from worker.kv.kv import Span, arrays_of
+from worker.kv.spans_and_checkpoints import Span, arrays_of
+from worker.prefix_cache.cache_and_eviction import PrefixCache
 from worker.prefix_cache.disk import CacheDisk, DiskEntry, FileStatus
-from worker.prefix_cache.prefix import PrefixCache
 from worker.prefix_cache.radix_tree import Tokens, salt_key
 
 PLENTY = 1 << 30

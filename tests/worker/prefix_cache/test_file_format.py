@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from tests.support.caches import KINDS, contents, filled, layout
-from worker.kv.kv import arrays_of, assemble, copy_state, slice_span
+from worker.kv.spans_and_checkpoints import arrays_of, assemble, copy_state, slice_span
 from worker.prefix_cache.file_format import (
     FORMAT,
     Corrupt,

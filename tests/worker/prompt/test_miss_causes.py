@@ -18,8 +18,8 @@ from protocol.to_worker import ChatPrompt, Explain, Media, TextPrompt
 from tests.support import disk as folder
 from tests.support.caches import filled, layout
 from worker.engine.load_checks import silent_row
+from worker.prefix_cache.cache_and_eviction import SCORED, PrefixCache
 from worker.prefix_cache.disk import CacheDisk
-from worker.prefix_cache.prefix import SCORED, PrefixCache
 from worker.prompt.miss_explainer import MissExplainer, RecentPrompts
 
 PLENTY = 1 << 30

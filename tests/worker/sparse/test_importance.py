@@ -15,7 +15,7 @@ from mlx_lm.utils import load_model
 from tests.support.models import VOCAB
 from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
-from worker.sparse import (
+from worker.sparse_prefill import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
     LOOKAHEAD_TOKENS,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from worker.sparse import BLOCK_TOKENS, HEAD_BLOCKS, TAIL_BLOCKS, SelectedTokens, choose, count_kept
+from worker.sparse_prefill import BLOCK_TOKENS, HEAD_BLOCKS, TAIL_BLOCKS, SelectedTokens, choose, count_kept
 
 ALWAYS = HEAD_BLOCKS + TAIL_BLOCKS
 

@@ -20,7 +20,7 @@ from tests.support.heads import damp
 from tests.support.models import VOCAB, build, shallow
 from tests.worker.engine.test_exact import tokens
 from worker.kv import ragged
-from worker.sparse import BLOCK_TOKENS, LOOKAHEAD_TOKENS, SelectedTokens, count_kept
+from worker.sparse_prefill import BLOCK_TOKENS, LOOKAHEAD_TOKENS, SelectedTokens, count_kept
 from worker.tools.verify.verifier import NoisyDrafts
 
 # Two of its ten blocks are left out; what is kept and 256 tokens more fill the room of KV but for eight.

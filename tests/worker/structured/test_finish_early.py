@@ -3,8 +3,8 @@
 from protocol.to_worker import Constraint, ConstraintKind
 from tests.support.models import tiny_tokenizer
 from worker.output.detokenize import Vocabulary
-from worker.structured.compiler import Grammars
-from worker.structured.guides import EarlyFinish, Guide, Rules
+from worker.structured.grammar_compiler import Grammars
+from worker.structured.row_constraint import EarlyFinish, Guide, Rules
 
 
 def test_a_model_that_lacks_tokens_of_its_tokenizer_is_never_led_to_them() -> None:

@@ -20,7 +20,7 @@ from tests.support.scale import patient, scaled
 from tests.support.sequences import sequence_of
 from worker.engine import batch
 from worker.structured import masks as constrain
-from worker.structured.compiler import lark_json
+from worker.structured.grammar_compiler import lark_json
 
 KIND = ConstraintKind
 GREEDY = Sampling(temperature=0.0)

@@ -21,7 +21,7 @@ from protocol.to_worker import Constraint, ConstraintKind, Generate, Sampling, T
 from tests.support.engine import EngineHarness, spec
 from tests.support.schemas import Schemas, doubled, errors_of
 from worker.errors import RequestInvalid
-from worker.structured.compiler import CompiledGrammar, GrammarFailed, Grammars, lark_json
+from worker.structured.grammar_compiler import CompiledGrammar, GrammarFailed, Grammars, lark_json
 
 COUNT = int(os.environ.get("MLXD_FUZZ_SCHEMAS", "400"))
 BATCH = 16

@@ -19,7 +19,7 @@ from tests.support.scale import scaled
 from tests.worker.output.parsers.tagged_calls import MARKERS, TAGGED, rendered
 from worker.output.detokenize import Vocabulary
 from worker.output.parsers.xml_notation import spellings
-from worker.structured.guides import Rule, Rules
+from worker.structured.row_constraint import Rule, Rules
 from worker.structured.tool_rules import ToolRules
 
 FAMILIES: Final = [family for family in TAGGED if family != "muse"]

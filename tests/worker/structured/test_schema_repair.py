@@ -11,10 +11,10 @@ from mlx_lm.utils import load_tokenizer
 from protocol.to_worker import ChatPrompt, Constraint, ConstraintKind
 from tests.support.calls import CALLING, Called, check, tool
 from tests.support.scale import scaled
-from tests.worker.structured.test_compiler import accepts, made
+from tests.worker.structured.test_grammar_compiler import accepts, made
 from tests.worker.structured.test_tool_grammar import make, walk
 from worker.errors import RequestInvalid
-from worker.structured.json_schema import dangling, modern, repaired
+from worker.structured.schema_checks import dangling, modern, repaired
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tests.support.models import tiny_tokenizer
 from tests.support.scale import scaled
 from worker.errors import RequestInvalid
 from worker.output.detokenize import Vocabulary
-from worker.structured.guides import Guide, Rule, Rules
+from worker.structured.row_constraint import Guide, Rule, Rules
 from worker.structured.tool_grammar.build import HEADS
 from worker.structured.tool_rules import ToolRules
 

@@ -13,7 +13,7 @@ import pytest
 
 from protocol.checkpoint import EMBED
 from protocol.spec import WorkerSpec
-from protocol.verify import VerifyCheck
+from protocol.verify_output import VerifyCheck
 from tests.support.adapters import mlx_adapter
 from tests.support.audio_models import build_moonshine, build_qwen_tts
 from tests.support.drafters import copying_assistant, copying_block, damped, eagle, gemma4

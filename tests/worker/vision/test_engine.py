@@ -20,10 +20,10 @@ from tests.support.vision_models import GridMedium, MediaPrompt, build, image, p
 from worker.engine.batch import Batch
 from worker.engine.row import Row
 from worker.errors import RequestInvalid
-from worker.kv.kv import KvLayout
+from worker.kv.spans_and_checkpoints import KvLayout
 from worker.model.loader import load
 from worker.output.parsers.parser import make_parser
-from worker.prefix_cache.prefix import PrefixCache
+from worker.prefix_cache.cache_and_eviction import PrefixCache
 from worker.prompt.intake import Intake
 from worker.vision.encoder import FeatureCache, MediaEncoder
 from worker.vision.media import Medium

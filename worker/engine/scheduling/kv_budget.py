@@ -11,10 +11,10 @@ from typing import Any, Final
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
 from worker.engine.row import Row
-from worker.kv.kv import arrays_of, is_sliceable, leaves
 from worker.kv.quantized import QuantizedKV
 from worker.kv.ragged import STEP, room
-from worker.prefix_cache.prefix import MAX_ARRAYS
+from worker.kv.spans_and_checkpoints import arrays_of, is_sliceable, leaves
+from worker.prefix_cache.cache_and_eviction import MAX_ARRAYS
 
 # Size of a token id in the prefix cache.
 ID_BYTES: Final = 4

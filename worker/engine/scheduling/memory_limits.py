@@ -13,16 +13,16 @@ from protocol.stats import BLOCK
 from worker.attention.kernel import bound_sums
 from worker.engine.gauges import Gauges
 from worker.engine.rank_peers import RankPeers
-from worker.engine.scheduling.kept_file import open_kept
 from worker.engine.scheduling.kv_budget import KvBudget, KvCost
+from worker.engine.scheduling.timing_profile_file import open_kept
 from worker.errors import is_allocation_failure
-from worker.kv.kv import KvLayout
 from worker.kv.quantized import make_caches
+from worker.kv.spans_and_checkpoints import KvLayout
 from worker.model import memory
 from worker.model.loader import LoadedModel
+from worker.prefix_cache.cache_and_eviction import PrefixCache
 from worker.prefix_cache.fingerprint import form_of, open_disk
 from worker.prefix_cache.kv_events import BlockEventLog
-from worker.prefix_cache.prefix import PrefixCache
 from worker.vision.encoder import FeatureCache
 
 log = logging.getLogger("mlxd.worker")

@@ -26,7 +26,7 @@ from protocol.spec import WorkerSpec
 from protocol.timing_profile import PassKind, band_of
 from protocol.to_worker import SetPace
 from worker.engine.inbox import Command
-from worker.engine.scheduling.kept_file import KeptFile
+from worker.engine.scheduling.timing_profile_file import KeptFile
 from worker.kv.quantized import make_caches
 from worker.model.pass_costs import PassCosts, width_of
 from worker.speculation.drafters.target import capture_of

@@ -28,11 +28,11 @@ from worker.errors import LoadFailed, RequestInvalid, is_allocation_failure
 from worker.kv import batched
 from worker.kv.quantized import make_caches
 from worker.model.batch_mode import BatchMode
-from worker.model.division import agreement_of
 from worker.model.linears import LinearPlace, Linears
 from worker.model.loader import resolve
 from worker.model.lora.adapter_files import Files, StoredTensor, UnusableAdapter, Update, read
 from worker.model.packing import PackingTurn, Shape, packing_of, split
+from worker.model.rank_split import agreement_of
 from worker.prefix_cache.radix_tree import adapter_salt
 
 log = logging.getLogger("mlxd.worker")

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from worker.kv import batched
-from worker.kv.kv import leaves
+from worker.kv.spans_and_checkpoints import leaves
 from worker.speculation.draft_state import DraftedRow, DraftReading
 from worker.speculation.drafter import Draw, Proposer, Rows
 from worker.speculation.drafters.target import with_vocab

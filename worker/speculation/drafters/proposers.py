@@ -10,8 +10,8 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from protocol.failures import Code
 from worker.errors import LoadFailed, foreign_code
 from worker.kv import batched
-from worker.kv.kv import leaves
 from worker.kv.quantized import make_caches
+from worker.kv.spans_and_checkpoints import leaves
 from worker.model.batch_mode import BatchMode
 from worker.model.checkpoint_view import checkpoint_view, files_of
 from worker.model.loader import LoadedModel, check_weights, folded_config, read_json

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from worker.output.parsers.schema import Schema, mapping
-from worker.structured.compiler import lark_json
+from worker.structured.grammar_compiler import lark_json
 from worker.structured.tool_grammar.lark import Lark, either
 from worker.structured.tool_grammar.schemas import (
     ToolSchema,

@@ -2,8 +2,8 @@
 
 It runs the same requests alone, then batched, chunked, from caches, preempted, resumed and with drafts, and compares
 every token. Before that it compares the perplexity of a paragraph with that of mlx-lm alone, and measures the time to
-the first token. It prints a `protocol.verify.VerifyCheck` per line. Exit statuses: 0 all equal · 1 a difference, a
-wrong number, or a check that proved nothing · otherwise a worker's.
+the first token. It prints a `protocol.verify_output.VerifyCheck` per line. Exit statuses: 0 all equal · 1 a difference,
+a wrong number, or a check that proved nothing · otherwise a worker's.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import msgspec
 from protocol.checkpoint import AUDIO, TEXT
 from protocol.failures import ExitStatus, Failure
 from protocol.spec import WorkerSpec, read_spec
-from protocol.verify import VerifyCheck
+from protocol.verify_output import VerifyCheck
 from worker.embedding.load_model import kind_of_spec, load_embedding_model
 from worker.errors import LoadFailed, PartnerLost, RequestInvalid
 from worker.group.coordinator import open_group

@@ -13,7 +13,7 @@ import numpy as np
 from protocol.checkpoint import EMBED
 from protocol.spec import WorkerSpec
 from protocol.to_worker import EmbedPrompt, Generate, Sampling, ScorePrompt, SpeechPrompt, TranscribePrompt
-from protocol.verify import Difference, VerifyCheck
+from protocol.verify_output import Difference, VerifyCheck
 from worker.audio.audio_intake import AudioIntake
 from worker.audio.audio_model import load_audio_model
 from worker.audio.sound_writer import SoundWriter

@@ -34,7 +34,7 @@ from protocol.failures import Failure
 from protocol.from_worker import Delta, Finish, Rejected, Step, TokenLogprob, Up
 from protocol.spec import WorkerSpec
 from protocol.to_worker import ChatPrompt, Generate, Media, Sampling, Shutdown, TextPrompt, TokensPrompt
-from protocol.verify import Difference, VerifyCheck
+from protocol.verify_output import Difference, VerifyCheck
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import EngineInbox
 from worker.engine.load_checks import without_codes
@@ -47,7 +47,7 @@ from worker.model.loader import LoadedModel, cast, explain, folded_config, read_
 from worker.model.lora.adapters import adapters_of
 from worker.prompt.intake import Intake
 from worker.prompt.limits_and_truncation import SparseLimits
-from worker.sparse import BLOCK_TOKENS
+from worker.sparse_prefill import BLOCK_TOKENS
 from worker.speculation.draft_state import DraftedRow, DraftedText, Drafting
 from worker.speculation.drafter import Drafter, Draw, Proposer, Rows
 from worker.speculation.text_sources import Tokens

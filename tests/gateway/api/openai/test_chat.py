@@ -11,7 +11,7 @@ import pytest
 
 from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.http.listen_and_tls import raise_file_limit
-from gateway.link.failover import ResumeLimits
+from gateway.link.parked_sequences import ResumeLimits
 from gateway.request.record import ignored_header
 from gateway.telemetry.prometheus import Exposition
 from gateway.workers.supervisor.state import State, WorkerLimits

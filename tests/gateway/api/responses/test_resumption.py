@@ -38,7 +38,7 @@ from gateway.api.responses.resumption import LOST_EVENTS_MAX, ReplayedResponse, 
 from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.disk_and_clock import Disk
 from gateway.errors import Unavailable
-from gateway.media.resolve import share_bytes
+from gateway.media.read_media import share_bytes
 from protocol.from_worker import Delta, DeltaKind, Finish, TokenLogprob, ToolCallDelta
 from protocol.to_worker import ChatPrompt, Generate, Media, Sampling, TextPrompt
 from tests.gateway.harness import Gateway, running, until

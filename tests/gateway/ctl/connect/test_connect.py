@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gateway.client_setup.config_edit import ConfigEdit, FileFormat, write
-from gateway.failed import CommandFailed
+from gateway.command_failed import CommandFailed
 from tests.support.ctl import ctl
 
 CONFIG = """

@@ -14,6 +14,7 @@ import mlx.core as mx
 import pytest
 from msgspec import structs
 
+from gateway.command_failed import CommandFailed
 from gateway.ctl.selftest.gather import doctor, launch_agent
 from gateway.ctl.selftest.report import StepResult, markdown, report_of, without_paths
 from gateway.ctl.selftest.selftest_verb import TOTAL_S, run_steps
@@ -28,7 +29,6 @@ from gateway.ctl.selftest.trial import (
     write_divisible_demo,
 )
 from gateway.ctl.selftest.verdicts import StepVerdict
-from gateway.failed import CommandFailed
 from gateway.model_files.metadata import find
 from gateway.service.installer import RealMachine
 from tests.support.ctl import ctl

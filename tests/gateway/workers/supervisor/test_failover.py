@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.link.failover import EXPIRY_S, SIZE_MAX, Quarantine, ResumeLimits, fingerprint
+from gateway.link.parked_sequences import EXPIRY_S, SIZE_MAX, Quarantine, ResumeLimits, fingerprint
 from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code
 from protocol.from_worker import Drained

@@ -4,7 +4,7 @@ import signal
 import pytest
 from msgspec.structs import replace
 
-from gateway.link.failover import ResumeLimits
+from gateway.link.parked_sequences import ResumeLimits
 from gateway.link.sequence import PARKED
 from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol import PROTOCOL

@@ -18,9 +18,9 @@ from protocol.from_worker import Rejected
 from protocol.to_worker import Constraint, ConstraintKind
 from tests.support.scale import patient
 from worker.errors import RequestInvalid
-from worker.structured import compiler as grammars
-from worker.structured.compiler import GrammarFailed, Grammars, GrammarWalk
-from worker.structured.json_schema import SchemaInvalid, check
+from worker.structured import grammar_compiler as grammars
+from worker.structured.grammar_compiler import GrammarFailed, Grammars, GrammarWalk
+from worker.structured.schema_checks import SchemaInvalid, check
 
 KIND = ConstraintKind
 VOCAB = 512

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.caches import KINDS, contents, filled, layout
 from tests.support.prefix_checks import check_cache
 from tests.support.scale import patient, scaled
-from worker.prefix_cache.prefix import PrefixCache
+from worker.prefix_cache.cache_and_eviction import PrefixCache
 from worker.prefix_cache.radix_tree import Tokens, common_prefix
 
 PLENTY = 1 << 30

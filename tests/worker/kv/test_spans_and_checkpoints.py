@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from tests.support.caches import KINDS, WINDOW, contents, filled, grow, layout
-from worker.kv.kv import KvLayout, arrays_of, assemble, copy_state, cut_span, slice_span, view_start
+from worker.kv.spans_and_checkpoints import KvLayout, arrays_of, assemble, copy_state, cut_span, slice_span, view_start
 
 TOKENS = list(range(40, 60))
 

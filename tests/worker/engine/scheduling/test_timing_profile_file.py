@@ -11,7 +11,7 @@ from protocol import timing_profile
 from protocol.timing_profile import Calibration, LoadFacts, MeasuredSpeed, PassKind, PassSeconds
 from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
-from worker.engine.scheduling.kept_file import MIN_NEW_PASSES, WRITE_INTERVAL_S, KeptFile
+from worker.engine.scheduling.timing_profile_file import MIN_NEW_PASSES, WRITE_INTERVAL_S, KeptFile
 
 KEY = "00112233445566778899"
 LOAD = LoadFacts(2.0, 0.5, 100, 200, 8, 0)

@@ -26,7 +26,7 @@ from protocol.failures import Code, Failure
 from protocol.to_worker import Constraint, ConstraintKind
 from worker.errors import RequestInvalid
 from worker.output.stops import encodable
-from worker.structured.json_schema import SchemaInvalid, bound, check, dangling, exact, loosened, modern, repaired
+from worker.structured.schema_checks import SchemaInvalid, bound, check, dangling, exact, loosened, modern, repaired
 
 Allowed = npt.NDArray[np.bool_]
 """`[vocab]`: which tokens may come next."""

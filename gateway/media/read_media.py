@@ -24,7 +24,7 @@ import msgspec
 from gateway.config.settings import MediaConfig
 from gateway.errors import BadRequest, Unavailable
 from gateway.media.host_names import HostNames
-from gateway.media.reference import DATA, IMAGE, STORED, FetchFailed, Reference, TooManyBytes
+from gateway.media.media_reference import DATA, IMAGE, STORED, FetchFailed, Reference, TooManyBytes
 from gateway.telemetry.metrics import MediaNumbers
 from protocol.codec import MAX_FRAME_BYTES
 from protocol.to_worker import ChatPrompt, Media

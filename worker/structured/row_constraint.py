@@ -14,7 +14,7 @@ from protocol.checkpoint import ChatTemplates
 from protocol.to_worker import Constraint
 from worker.output.parsers.channels import Channels
 from worker.output.parsers.families import FAMILIES, start_in_reasoning
-from worker.structured.compiler import Allowed, CompiledGrammar, GrammarFailed, Grammars, GrammarWalk
+from worker.structured.grammar_compiler import Allowed, CompiledGrammar, GrammarFailed, Grammars, GrammarWalk
 
 # Texts that close JSON values, tried in this order. A comma or a quote continues the value where no bracket may close
 # it yet.

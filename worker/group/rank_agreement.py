@@ -31,7 +31,7 @@ from protocol.spec import RankSpec, WorkerSpec
 from worker.engine.row import Token
 from worker.engine.scheduling.kv_budget import KvCost
 from worker.errors import LoadFailed, PartnerLost
-from worker.kv.kv import KvLayout
+from worker.kv.spans_and_checkpoints import KvLayout
 from worker.model.loader import resolve
 from worker.model.memory import ShareLimits
 from worker.prefix_cache.radix_tree import TokenCost

@@ -14,7 +14,7 @@ from protocol.sockets import KeyPair
 from protocol.spec import RankSpec
 from tests.support.ranks import group_spec, ranks_with
 from tests.support.scale import patient
-from worker.group.watch import LeadWatch, RankProgress, RankSockets
+from worker.group.rank_heartbeats import LeadWatch, RankProgress, RankSockets
 
 STEP_S = patient(0.25)
 

@@ -8,9 +8,9 @@ import pytest
 
 from gateway.config.settings import MediaConfig
 from gateway.errors import Unavailable
-from gateway.media import resolve as module
-from gateway.media.reference import IMAGE, Reference, stored_url
-from gateway.media.resolve import InFlightBytes, MediaReader, bounded, digest_of, resolve
+from gateway.media import read_media as module
+from gateway.media.media_reference import IMAGE, Reference, stored_url
+from gateway.media.read_media import InFlightBytes, MediaReader, bounded, digest_of, resolve
 from gateway.telemetry.metrics import MediaNumbers
 from protocol.to_worker import ChatPrompt, Media
 

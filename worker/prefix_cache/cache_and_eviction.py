@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import mlx.core as mx
 
 from protocol.stats import Stats
-from worker.kv.kv import KvLayout, Span, arrays_of, assemble, part_span, slice_span, view_start
+from worker.kv.spans_and_checkpoints import KvLayout, Span, arrays_of, assemble, part_span, slice_span, view_start
 from worker.prefix_cache.disk import CacheDisk, DiskEntry, DiskRead
 from worker.prefix_cache.kv_events import BlockEventLog
 from worker.prefix_cache.radix_tree import EMPTY, Extent, Path, RadixNode, TokenCost, Tokens, Tree, new_state, salt_key

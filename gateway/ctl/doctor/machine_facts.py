@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
+from gateway.command_failed import CommandFailed
 from gateway.config.certificate import CertificateUnusable, is_exposed, load
 from gateway.config.settings import CONFIG_NAME, Config, ConfigError, ServerConfig, TlsConfig
 from gateway.control_types import DaemonStatus
@@ -24,7 +25,6 @@ from gateway.ctl import offline
 from gateway.ctl.client import deep_health
 from gateway.ctl.doctor import checks as doctor
 from gateway.ctl.doctor.checks import DoctorFinding
-from gateway.failed import CommandFailed
 from gateway.media.modalities import expected
 from gateway.state_dir import admin_socket, run_dir
 from protocol import __version__
