@@ -1,10 +1,7 @@
 """Specification of a worker, made from its model's settings, and the checks of groups and their host files.
 
-Host file of a group over several machines: the JSON that `mlx.distributed_config` writes for `mlx.launch`.
-
-Specification of a worker, made from its model's settings.
-
-Checks of a model's `group` and its host file. A group that cannot work with its settings and files is refused.
+A host file is the JSON that `mlx.distributed_config` writes for `mlx.launch`. A group that cannot work with its
+settings and files is refused.
 """
 
 import ipaddress

@@ -1,4 +1,4 @@
-"""Verbs about the Hugging Face hub: `search`, `recommend`, `info` and `pull`.
+"""Verbs about the Hugging Face hub.
 
 `mlxctl search` and `mlxctl recommend`: models of the hub that MLX loads and that fit this machine.
 

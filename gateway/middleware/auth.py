@@ -5,8 +5,6 @@
 | never any | every client on the loopback is the owner, except web pages; other addresses as below |
 | at least one, now or earlier | only the daemon's health, without names, and `/metrics` if so configured |
 
-Paths below `/internal/` accept only keys of role `peer`, even if there are no other keys; these keys open nothing else.
-
 Classes of the public API's paths: the dialect of their errors, and whether requests to them are counted.
 """
 

@@ -1,10 +1,6 @@
 """Audio: `POST /v1/audio/transcriptions`, `/v1/audio/translations` and `/v1/audio/speech`.
 
 Transcripts in the formats of OpenAI's API: JSON, plain text, and subtitles as SRT and WebVTT.
-
-`POST /v1/audio/transcriptions` and `POST /v1/audio/translations`.
-
-`POST /v1/audio/speech`.
 """
 
 import base64

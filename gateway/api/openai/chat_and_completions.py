@@ -1,13 +1,4 @@
-"""`POST /v1/chat/completions` and `POST /v1/completions`.
-
-OpenAI chat completions: the canonical events encoded as chunks, or folded into one answer.
-
-`POST /v1/chat/completions`.
-
-OpenAI text completions: the canonical events encoded as chunks, or folded into one answer.
-
-`POST /v1/completions`.
-"""
+"""`POST /v1/chat/completions` and `POST /v1/completions`: the canonical events as chunks, or folded into one answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

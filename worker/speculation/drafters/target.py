@@ -1,7 +1,5 @@
 """Parts of the target model that drafters use: hidden states, embedding table, head and vocabulary size.
 
-Parts of the target that drafters use: its text core, its embedding table, its head and its vocabulary size.
-
 Hidden-state capture: inputs of some of the target's layers, for drafters that use them.
 
 A module is wrapped once, when the model is loaded, and its input is kept while a batch has drafts. A record holds the
