@@ -23,6 +23,7 @@ from typing import Final
 
 import mlx.core as mx
 import msgspec
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import MODEL_REMAPPING, load_tokenizer
 
@@ -119,6 +120,9 @@ def examine(name: str) -> Row:
     check_ms = (time.process_time() - started) * 1e3
     with tempfile.TemporaryDirectory(prefix="mlxd-soak-") as folder:
         tiny_tokenizer().save_pretrained(folder)
+        # The disk cache names its files by the model's files.
+        mx.save_safetensors(str(Path(folder) / "model.safetensors"), dict(tree_flatten(model.parameters())))
+        (Path(folder) / "config.json").write_bytes(msgspec.json.encode(config))
         tokenizer = load_tokenizer(Path(folder), {}, eos_token_ids=2)
         loaded = LoadedModel(model, tokenizer, Path(folder), kind, VOCAB, CONTEXT, (2,), 0, plan)
         checks = list(Verifier(loaded, spec(Path(folder)), TOKENS, WORDS).checks())
