@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
@@ -22,6 +23,7 @@ from typing import Final
 
 import mlx.core as mx
 import msgspec
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import MODEL_REMAPPING, load_tokenizer
 
@@ -46,19 +48,19 @@ DRIFT: Final = 5e-3
 METAL_ONLY: Final = frozenset({"bitnet"})
 _BEGIN: Final = "<!-- make soak: begin -->"
 _END: Final = "<!-- make soak: end -->"
-_HEAD: Final = (
-    "| architecture | caches | mode | batched | chunks | memory | disk | preempted | resumed | drafts | drift "
-    "| self-check |"
-)
+_RESULTS: Final = "caches | batch mode | checks that do not apply | checks that fail | drift | self-check"
+_NONE: Final = "–"
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One line of the table; `failed` says why there is none."""
+    """Results of one architecture; `failed` says why there are none."""
 
     name: str
     caches: str = ""
     mode: str = ""
-    checks: tuple[str, ...] = ()
+    # Names of the checks that do not apply, and of those that fail.
+    skipped: tuple[str, ...] = ()
+    wrong: tuple[str, ...] = ()
     drift: float = 0.0
     # CPU time, which other programs on the machine do not change.
     check_ms: float = 0.0
@@ -68,13 +70,35 @@ class Row(msgspec.Struct, frozen=True):
     def is_good(self) -> bool:
         if self.failed:
             return self.name in METAL_ONLY and not mx.metal.is_available()
-        return "no" not in self.checks and self.drift <= DRIFT
+        return not self.wrong and self.drift <= DRIFT
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """Cells of the table that architectures with the same results share."""
+        return self.caches, self.mode, ", ".join(self.skipped) or _NONE, ", ".join(self.wrong) or _NONE
 
     def line(self) -> str:
+        """Line of the terminal's table."""
         if self.failed:
-            return f"| {self.name} | {self.failed} |||||||||||"
-        cells = (self.name, self.caches, self.mode, *self.checks, f"{self.drift:.0e}", f"{self.check_ms:.0f} ms")
-        return f"| {' | '.join(cells)} |"
+            return f"| {self.name} | {self.failed} ||||||"
+        return f"| {' | '.join((self.name, *self.kind, f'{self.drift:.0e}', f'{self.check_ms:.0f} ms'))} |"
+
+
+def page_lines(rows: Sequence[Row]) -> list[str]:
+    """Lines of the page: a table whose rows are the architectures with the same results, and the failures."""
+    groups: defaultdict[tuple[tuple[str, ...], bool], list[Row]] = defaultdict(list)
+    for row in rows:
+        if not row.failed:
+            groups[row.kind, row.is_good].append(row)
+    head = f"| {_RESULTS} | architectures |"
+    lines = [head, re.sub(r"[^|]+", "---", head)]
+    for (kind, _), same in sorted(groups.items(), key=lambda group: -len(group[1])):
+        times = sorted(row.check_ms for row in same)
+        time_ms = f"{times[0]:.0f} ms" if len(same) == 1 else f"{times[0]:.0f}–{times[-1]:.0f} ms"
+        names = "; ".join(row.name for row in same)
+        lines.append(f"| {' | '.join((*kind, f'{max(row.drift for row in same):.0e}', time_ms, names))} |")
+    failed = [f"- `{row.name}`: {row.failed}" for row in rows if row.failed]
+    return [*lines, "", *failed] if failed else lines
 
 
 def examine(name: str) -> Row:
@@ -96,12 +120,16 @@ def examine(name: str) -> Row:
     check_ms = (time.process_time() - started) * 1e3
     with tempfile.TemporaryDirectory(prefix="mlxd-soak-") as folder:
         tiny_tokenizer().save_pretrained(folder)
+        # The disk cache names its files by the model's files.
+        mx.save_safetensors(str(Path(folder) / "model.safetensors"), dict(tree_flatten(model.parameters())))
+        (Path(folder) / "config.json").write_bytes(msgspec.json.encode(config))
         tokenizer = load_tokenizer(Path(folder), {}, eos_token_ids=2)
         loaded = LoadedModel(model, tokenizer, Path(folder), kind, VOCAB, CONTEXT, (2,), 0, plan)
         checks = list(Verifier(loaded, spec(Path(folder)), TOKENS, WORDS).checks())
-    told = tuple("-" if check.is_skipped else "yes" if check.is_good else "no" for check in checks[1:])
+    skipped = tuple(check.name for check in checks if check.is_skipped)
+    wrong = tuple(check.name for check in checks if not check.is_good)
     mode = str(plan.mode) if plan.reuses_prefixes else f"{plan.mode}, no prefixes"
-    return Row(name, ", ".join(caches), mode, told, max(check.drift for check in checks), check_ms)
+    return Row(name, ", ".join(caches), mode, skipped, wrong, max(check.drift for check in checks), check_ms)
 
 
 def examine_apart(name: str) -> Row:
@@ -128,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     names = options.names or list(json.loads(CONFIGURATIONS.read_bytes()))
     rows: list[Row] = []
-    print(_HEAD, flush=True)
+    print(f"| architecture | {_RESULTS} |", flush=True)
     with ThreadPoolExecutor(options.jobs) as pool:
         for row in pool.map(examine_apart, names):
             print(row.line(), flush=True)
@@ -140,8 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _write(rows: Sequence[Row]) -> None:
     made = f"Made by `make soak` with mlx {version('mlx')} and mlx-lm {version('mlx-lm')} on a CPU, in float32."
-    rule = re.sub(r"[^|]+", "---", _HEAD)
-    table = "\n".join([_BEGIN, made, "", _HEAD, rule, *(row.line() for row in rows), _END])
+    table = "\n".join([_BEGIN, made, "", *page_lines(rows), _END])
     page = PAGE.read_text()
     PAGE.write_text(page[: page.index(_BEGIN)] + table + page[page.index(_END) + len(_END) :])
 
