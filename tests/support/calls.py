@@ -10,6 +10,7 @@ import jsonschema
 
 from protocol.from_worker import DeltaKind
 from worker.output.parsers.channels import Channels
+from worker.output.parsers.events import Event
 from worker.output.parsers.families import FAMILIES
 from worker.output.parsers.parser import make_parser
 from worker.structured.tool_grammar.build import has_calls
@@ -97,13 +98,17 @@ class Called:
     def read(cls, family: str, text: str, tools: Sequence[dict[str, Any]] = TOOLS) -> "Called":
         parser = make_parser(family, tools=tools, start_in_reasoning=False)
         events = [*parser.feed(text), *parser.finish()]
+        return cls.of(events, parser.malformed)
+
+    @classmethod
+    def of(cls, events: Sequence[Event], malformed: int) -> "Called":
         names = [event.tool.name for event in events if event.kind is DeltaKind.TOOL_BEGIN and event.tool]
         arguments = ["" for _ in names]
         for event in events:
             if event.kind is DeltaKind.TOOL_ARGS and event.tool:
                 arguments[event.tool.index] += event.text
         content = "".join(event.text for event in events if event.kind is DeltaKind.TEXT)
-        return cls(list(zip(names, arguments, strict=True)), content, parser.malformed)
+        return cls(list(zip(names, arguments, strict=True)), content, malformed)
 
 
 def check(calls: Sequence[tuple[str, str]], tools: Sequence[dict[str, Any]] = TOOLS) -> None:

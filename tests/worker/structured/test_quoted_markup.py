@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from protocol.to_worker import ChatPrompt
@@ -18,6 +18,8 @@ from tests.support.models import SPECIALS, tiny_tokenizer
 from tests.support.scale import scaled
 from tests.worker.output.parsers.tagged_calls import MARKERS, TAGGED, rendered
 from worker.output.detokenize import Vocabulary
+from worker.output.parsers.parser import make_parser
+from worker.output.parsers.reader import Controls
 from worker.output.parsers.xml_notation import spellings
 from worker.structured.row_constraint import Rule, Rules
 from worker.structured.tool_rules import ToolRules
@@ -48,8 +50,10 @@ TOOLS: Final = [
 @cache
 def tokenizer(has_tokens: bool) -> PreTrainedTokenizerFast:
     """A tokenizer with control tokens for some markup, or one of single bytes."""
-    if has_tokens:
-        return tiny_tokenizer([])
+    return tiny_tokenizer([]) if has_tokens else byte_tokenizer()
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = Tokenizer(models.BPE({char: at for at, char in enumerate(alphabet)}, []))
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -241,6 +245,101 @@ def test_a_call_that_is_cut_in_a_quoted_call_is_finished_within_the_tokens_that_
             text += further
             assert len(text) - size <= made.reserve, known.decode(text)
         assert not Called.read(family, str(known.decode(text)), TOOLS).malformed, known.decode(text)
+
+
+# Markers that are tokens of published vocabularies, and whether they are special there.
+PUBLISHED: Final = {
+    "qwen3_coder": (["<tool_call>", "</tool_call>"], False),
+    "nemotron_v3": (["<tool_call>", "</tool_call>"], False),
+    "step3p5": (["<tool_call>", "</tool_call>"], False),
+    "glm45": (["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"], False),
+    "minimax_m2": (["<minimax:tool_call>", "</minimax:tool_call>"], False),
+    "seed_oss": (["<seed:tool_call>", "</seed:tool_call>"], True),
+    "deepseek_v32": (["｜DSML｜"], True),
+    "deepseek_v4": (["｜DSML｜"], True),
+    "kimi_k3": (["<|open|>", "<|close|>", "<|sep|>"], True),
+    "step3": (
+        [f"<｜tool_{word}｜>" for word in ("calls_begin", "calls_end", "call_begin", "call_end", "sep")], True,
+    ),
+}  # fmt: skip
+each_published = pytest.mark.parametrize("family", PUBLISHED)
+
+
+class Spelled:
+    """A call whose own markers are tokens, and whose value spells the same markers with ordinary tokens."""
+
+    def __init__(self, family: str, name: str, arguments: Mapping[str, str], value: str) -> None:
+        tokens, are_special = PUBLISHED[family]
+        self.family, self.call = family, (name, dict(arguments))
+        self.controls = Controls(dict.fromkeys(tokens, are_special))
+        marks = re.compile(f"({'|'.join(map(re.escape, tokens))})")
+        around = written(family, name, {key: "\0" if text == value else text for key, text in arguments.items()})
+        before, after = ([(piece, piece in tokens) for piece in marks.split(text)] for text in around.split("\0"))
+        self.pieces = [*before, (value, False), *after]
+
+    @property
+    def is_allowed(self) -> bool:
+        known, rule = published(self.family)
+        ids: list[int] = []
+        for text, is_token in self.pieces:
+            # Single characters spell no token of a marker.
+            ids += known.encode(text) if is_token else [token for char in text for token in known.encode(char)]
+        return rule.grammar.walk().fits([*ids, known.eos_token_id])
+
+    @property
+    def is_read_back(self) -> bool:
+        parser, at, events = (
+            make_parser(self.family, tools=TOOLS, controls=self.controls, start_in_reasoning=False),
+            0,
+            [],
+        )
+        for text, is_token in self.pieces:
+            if is_token:
+                parser.note_control(at)
+            events += parser.feed(text)
+            at += len(text)
+        called = Called.of([*events, *parser.finish()], parser.malformed)
+        return not called.malformed and [(name, json.loads(text)) for name, text in called.calls] == [self.call]
+
+
+@cache
+def published(family: str) -> tuple[PreTrainedTokenizerFast, Rule]:
+    """A tokenizer of single bytes and of the family's published tokens, and its rule."""
+    tokens, are_special = PUBLISHED[family]
+    known = byte_tokenizer()
+    known.add_tokens([AddedToken(each, special=are_special, normalized=False) for each in tokens], are_special)
+    return known, made_rule(family, known)
+
+
+@each_published
+@given(data=st.data())
+@settings(max_examples=scaled(400, 40), deadline=None)
+def test_a_call_that_is_allowed_is_read_back_if_its_own_markers_are_tokens(family: str, data: st.DataObject) -> None:
+    value = data.draw(values(family).filter(bool))
+    call = Spelled(family, *data.draw(st.sampled_from(arguments_with(value))), value)
+    assert call.is_read_back or not call.is_allowed, call.pieces
+
+
+@pytest.mark.parametrize("family", [family for family in PUBLISHED if family != "step3"])
+def test_any_value_may_spell_whole_calls_of_its_family_if_their_markers_are_tokens(family: str) -> None:
+    for quoted in calls_of(family):
+        for text in [quoted, f"{quoted}\n{quoted}", f"{quoted} and {quoted}"]:
+            value = f"See {text}: it is quoted."
+            for name, arguments in arguments_with(value):
+                call = Spelled(family, name, arguments, value)
+                assert call.is_allowed, text
+                assert call.is_read_back, text
+
+
+@each_published
+def test_any_value_may_spell_the_ends_of_its_family_if_their_markers_are_tokens(family: str) -> None:
+    form = TAGGED[family].form
+    for text in [form.param_end, form.call_end, *form.wrap_end]:
+        value = f"The {text} is quoted."
+        for name, arguments in arguments_with(value):
+            call = Spelled(family, name, arguments, value)
+            assert call.is_allowed, text
+            assert call.is_read_back, text
 
 
 M3_MARK: Final = "]<]minimax[>["

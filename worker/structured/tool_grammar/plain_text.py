@@ -125,8 +125,9 @@ class PlainText:
         self._end = end
         self._keys = sorted(keys)
         own = (form.param, form.call_end, form.param_end)
-        # If the tags after a value are control tokens, no character shows that an end is one.
-        self._has_tags = lark.marks.is_plain("".join(own))
+        # If the tags after a value begin with control tokens, no character shows that an end is one.
+        next_tags = (form.param, form.param_end, _first_tag(form.call_end))
+        self._has_tags = all(map(lark.marks.is_plain, next_tags))
         self._calls = (form.call,) if form.call else form.wrap
         markers = (*self._calls, *form.wrap, *form.wrap_end, *form.head_end, form.key_end, form.value, *own)
         self._is_segmented = all("<" not in marker[1:] for marker in markers if lark.marks.is_plain(marker))
@@ -279,7 +280,7 @@ class PlainText:
         ends = self._words["call end"]
         if state == _QUOTED:
             # The end of the wrapper belongs to the quoted call. The parser reads no half of it there.
-            edges.add(state, _TEXT, beginning(self._plain(self._form.wrap_end)))
+            edges.add(state, _TEXT, beginning(self._form.wrap_end))
             ends = self._inner_ends
         edges.add(state, _CALL_END, beginning(ends, f"[^<>]*>{BLANK}*"))
         edges.add(state, _TEXT, beginning(ends, f"[^<>]*(>{BLANK}*{_NOT_BLANK}{REST})?"))
@@ -317,7 +318,7 @@ class PlainText:
             if state in (_TEXT, _QUOTED, _VALUE_END):
                 edges.add(state, _TEXT, beginning(words["param"]))
             if state == _QUOTED:
-                edges.add(state, _TEXT, beginning(self._plain(form.wrap_end)))
+                edges.add(state, _TEXT, beginning(form.wrap_end))
                 edges.add(state, _TEXT, beginning(self._inner_ends))
             elif state != _VALUE_END:
                 edges.add(state, _TEXT, beginning(words["call end"]))
