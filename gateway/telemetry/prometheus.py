@@ -195,7 +195,7 @@ def _of_gateway(metrics: Metrics) -> Iterator[Metric]:
         ("request_body_offloads", "Large bodies decoded or lowered in a thread, off the event loop.", bodies.offloaded),
         (
             "media_rejections",
-            "Requests refused because media fill `[media] in_flight`, or the share of their key.",
+            "Requests refused because media fill 512 MiB, or the share of their key.",
             media.refused,
         ),
     ):

@@ -9,52 +9,59 @@ PAGE = ROOT / "docs" / "macos.md"
 TOP = """\
 # What was never run on a Mac
 
-mlxd is developed and tested on Linux with MLX's CPU build, and was measured on an NVIDIA GPU with MLX's CUDA build.
-Code for macOS is in small functions. **None of the rows below was run on macOS.** The first table is a program:
+For everyone who runs mlxd on a Mac. mlxd was developed and tested on Linux, with MLX's CPU build and on an NVIDIA
+GPU. **None of the rows below was run on macOS.** Commands are parsed as their documentation describes their output,
+which may differ on a real Mac.
 
-```
+## Example
+
+Run all steps on a Mac and write a report that can be attached to an issue:
+
+```shell
 mlxctl selftest --report selftest.md
 ```
 
-It takes up to ten minutes, and leaves the machine as it was: it has a home and a daemon of its own in `/tmp`, and a
-launchd label of its own, whose property list is not in `~/Library`. (launchd keeps the name `dev.mlxd.selftest` in
-its list of enabled services.) Each result is passed, failed or skipped, with what was seen; the exit status is 1 if a
-step failed. The report has the outputs of the commands, without the home's path, to attach to an issue. `mlxctl
-selftest STEP...` runs some steps again; the steps of Linux run there too.
-
-This page is written by `python -m tests.docs.macos_page` from `gateway/ctl/selftest/steps.py`. The forms of the
-commands' outputs are those of their documentation, and launchd was played by a test; a report of a real Mac may show
-others.
+This takes up to ten minutes. It uses a home and a daemon of its own in `/tmp` and the launchd label
+`dev.mlxd.selftest`, whose name launchd keeps in its list of enabled services. Each step has passed, failed or was
+skipped; the exit status is 1 if a step failed. The report contains the commands' outputs without the home's path.
+`mlxctl selftest STEP...` runs some steps.
 
 ## Steps of `mlxctl selftest`
+
+Steps with † also run on Linux.
 """
 MIDDLE = """
 ## By hand
 
 These rows need a person, root, another machine or a large model. On a Mac, `mlxctl selftest` lists them at its end.
 """
+END = """
+`python -m tests.docs.macos_page` writes this page from `gateway/ctl/selftest/steps.py`.
+"""
 
 
 def page() -> str:
     steps = [
-        (f"`{step.name}`", step.subject, step.where, step.shows, "yes" if step.platforms == BOTH else "")
+        (f"`{step.name}`{'†' * (step.platforms == BOTH)}", f"{step.subject} ({step.where})", step.shows)
         for step in STEPS
     ]
-    rows = [(row.subject, row.where, row.shows, row.command and f"`{row.command}`") for row in HAND]
+    rows = [
+        (f"{row.subject} ({row.where})", row.shows + (f" (`{row.command}`)" if row.command else "")) for row in HAND
+    ]
     return "\n".join(
         [
             TOP,
-            *_table(("step", "what", "where", "passed means", "on Linux"), steps),
+            *_table(("step", "of", "passed means"), steps),
             MIDDLE,
-            *_table(("what", "where", "what to check", "begin with"), rows),
-            "",
+            *_table(("of", "what to check (first command)"), rows),
+            END,
         ]
     )
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
     lines = [head, ("---",) * len(head), *rows]
-    return [f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |") for cells in lines]
+    return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
 if __name__ == "__main__":
