@@ -1,6 +1,6 @@
 """Clients of this mlxd: their settings, and their start for one run.
 
-Settings of each client for this mlxd, equal to those in docs/clients.md and tested by `make test-clients`.
+Settings of each client for this mlxd, which `mlxctl connect` prints and `make test-clients` tests.
 
 Start of clients for this mlxd by variables and arguments, for one run; the client's own files stay as they are.
 

@@ -45,13 +45,11 @@ def test_a_verb_exists_and_is_shown(verb: str) -> None:
     assert any(text == verb or text.startswith(f"{verb} ") for text in HELPS)
 
 
-def test_the_page_about_mlxctl_has_every_verb() -> None:
+def test_each_verb_has_a_row_on_the_page_about_mlxctl() -> None:
     page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
-    words = set(re.findall(r"[\w-]+", page))
+    rows = "\n".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
 
-    assert set(VERBS) | {word for verb in NESTED for word in verb.split()} <= words
-    # With an example that was run.
-    assert [verb for verb in VERBS if not re.search(rf"(\$|&&|\|) mlxctl {verb}\b", page)] == []
+    assert [verb for verb in {*VERBS, *NESTED, *COMMANDS} if not re.search(rf"`{verb}\b", rows)] == []
 
 
 @pytest.mark.parametrize("verb", NESTED)
