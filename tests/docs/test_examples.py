@@ -26,7 +26,10 @@ TIMEOUT_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """The first fenced block below a page's heading `## Example`, and the output shown below it."""
+    """The first block of shell below a page's heading `## Example`, and the output shown below it.
+
+    A block of language `sh` is run. One of language `shell` needs what a test does not have, such as another machine.
+    """
 
     page: str
     language: str
@@ -36,7 +39,7 @@ class Example:
     @classmethod
     def of(cls, page: Path) -> Self | None:
         section = re.search(r"^## Example\n(.*?)(?=^## |\Z)", page.read_text(), re.MULTILINE | re.DOTALL)
-        block = r"^```(\w+)\n(.*?)^```$(?:\s*^```(?:text|json)\n(.*?)^```$)?"
+        block = r"^```(sh|shell)\n(.*?)^```$(?:\s*^```(?:text|json)\n(.*?)^```$)?"
         if section and (parts := re.search(block, section[1], re.MULTILINE | re.DOTALL)):
             return cls(page.name, *parts.groups())
         return None
