@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,7 @@ EXAMPLES = [example for page in PAGES if (example := Example.of(page)) and examp
 
 
 @contextmanager
-def serving() -> Iterator[DaemonProcess]:
+def serving() -> Generator[DaemonProcess]:
     """A daemon with the embedded models and no others."""
     with short_home() as home, pytest.MonkeyPatch.context() as environment:
         environment.setenv("HF_HUB_CACHE", str(home / "hub"))
