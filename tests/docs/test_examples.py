@@ -22,6 +22,11 @@ ADDRESS = "http://127.0.0.1:8484"
 # Their examples change what other requests to the same daemon get, such as the first API key.
 OWN_DAEMON = {"keys.md"}
 TIMEOUT_S = 60
+# Pages that explain, list results or are followed step by step.
+WITHOUT_EXAMPLE = {
+    *("architecture.md", "combinations.md", "conformance.md", "glossary.md", "macos.md", "real-weights.md"),
+    *("release.md", "simulation.md", "threat-model.md", "tutorial.md"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,12 @@ def test_an_example_succeeds_and_prints_what_its_page_shows(
     if example.output is not None:
         wanted = ".*".join(map(re.escape, without_spaces(example.output).split("…")))
         assert re.fullmatch(wanted, without_spaces(done.stdout)), printed
+
+
+def test_each_page_has_an_example() -> None:
+    missing = {page.name for page in PAGES[1:] if Example.of(page) is None} - WITHOUT_EXAMPLE
+
+    assert missing == set()
 
 
 def without_spaces(text: str) -> str:
