@@ -4,14 +4,13 @@ import os
 import re
 import shlex
 import shutil
-import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from gateway.model_files.metadata import find
+from tests.support.ctl import install
 from tests.support.daemon import ROOT, DaemonProcess
 from tests.support.hub import Hub, model_repo
 from tests.support.pool import short_home
@@ -83,16 +82,6 @@ def script(steps: list[tuple[str, str]]) -> str:
 
 def a_clone(folder: Path) -> Path:
     """A folder with the programs that `make serve` puts into `.venv`, and with an agent that a reader has installed."""
-    programs = folder / "clone" / ".venv" / "bin"
-    programs.mkdir(parents=True)
     (folder / "stand_in.py").write_text(STAND_IN)
-    commands = {
-        "mlxctl": '-P -c "from gateway.ctl import main; main()"',
-        "python3": "",
-        "opencode": str(folder / "stand_in.py"),
-    }
-    for name, command in commands.items():
-        file = programs / name
-        file.write_text(f'#!/bin/sh\nexec {sys.executable} {command} "$@"\n')
-        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    install(folder / "clone" / ".venv" / "bin", opencode=str(folder / "stand_in.py"))
     return folder / "clone"

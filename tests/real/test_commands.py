@@ -48,9 +48,9 @@ def test_verify_proves_the_disk_cache(served: Served, figures: Figures) -> None:
 
     disk = checks["cache on disk"]
     proved = [name for name, check in checks.items() if not check.get("is_skipped")]
-    figures.note("`mlxctl verify`, SmolLM2", f"{len(proved)} checks equal, {disk['cached']} tokens from the disk cache")
+    figures.note("`mlxctl verify`", f"{len(proved)} checks equal, {disk['cached']} tokens from disk")
     for name in ("perplexity", "first token"):
-        figures.note(f"`mlxctl verify`, {name}, SmolLM2", checks[name]["measured"])
+        figures.note(f"`mlxctl verify`, {name}", checks[name]["measured"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert disk["cached"] > 0
 
@@ -63,7 +63,7 @@ def test_calibrate_names_the_tokens_that_it_has_processed(served: Served, figure
     assert done.returncode == 0, done.stderr
     for tokens, rate in prompts.items():
         bare = tokens / bare_prefill_s(SMOLLM2, tokens)
-        figures.note(f"prompt of {tokens} tokens: `mlxctl calibrate`, bare mlx-lm", f"{rate:.0f}, {bare:.0f} tok/s")
+        figures.note(f"{tokens} tokens: `mlxctl calibrate`, bare mlx-lm", f"{rate:.0f}, {bare:.0f} tok/s")
     assert list(prompts) == sorted(prompts)
     # How far the time reaches is not asserted: a slow machine processes a part of the first prompt.
     assert 0 < max(prompts) <= 2040
@@ -115,7 +115,7 @@ def test_bench_of_an_embedding_model_runs_with_its_defaults(served: Served, figu
 
     assert done.returncode == 0, done.stderr
     rates = ", ".join(f"{report['requests_per_s']:.1f} with {report['concurrency']}" for report in reports)
-    figures.note("`mlxctl bench` of MiniLM, texts of 256 tokens a second by clients", rates)
+    figures.note("`mlxctl bench`, MiniLM: texts a second by clients", rates)
     assert [report["errors"] for report in reports] == [0, 0, 0]
 
 

@@ -88,8 +88,6 @@ def test_a_prediction_is_tried_where_the_prompt_has_the_same_text(served: Served
     predicted = CHAT.ask(served, "m", prompt, 64, cache_salt="predicted", **body)
 
     details = predicted["usage"]["completion_tokens_details"]
-    figures.note(
-        "`prediction` of a text that the prompt has too", f"{details['accepted_prediction_tokens']} of 64 tokens"
-    )
+    figures.note("accepted `prediction`", f"{details['accepted_prediction_tokens']} of 64 tokens")
     assert predicted["choices"][0]["message"] == plain["choices"][0]["message"]
     assert details["accepted_prediction_tokens"] > 0

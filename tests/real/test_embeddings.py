@@ -53,7 +53,7 @@ def embed(served: Served, texts: Any, **options: Any) -> Array:
 def test_embeddings_are_those_of_numpy(served: Served, figures: Figures, numpy_bert: NumpyBert) -> None:
     difference = np.abs(embed(served, list(TEXTS)) - [numpy_bert.embed(text) for text in TEXTS]).max()
 
-    figures.note(f"MiniLM, {len(TEXTS)} texts together, against numpy", f"within {difference:.1e}")
+    figures.note(f"{len(TEXTS)} texts, against numpy", f"within {difference:.1e}")
     assert difference < CLOSE
 
 
@@ -101,7 +101,7 @@ def test_paraphrases_are_nearer_than_other_sentences(served: Served, figures: Fi
     texts = ["A cat sleeps on the sofa.", "A kitten is napping on the couch.", "The share price fell by two percent."]
     cat, kitten, share = embed(served, texts)
 
-    figures.note("cosine of a paraphrase and of another sentence", f"{cat @ kitten:.2f}, {cat @ share:.2f}")
+    figures.note("cosine of a paraphrase, of another sentence", f"{cat @ kitten:.2f}, {cat @ share:.2f}")
     assert cat @ kitten > 0.5 > cat @ share
 
 
@@ -122,8 +122,8 @@ def test_questions_find_the_page_that_answers_them(served: Served, figures: Figu
         ranks.append(list(dict.fromkeys(best)).index(wanted) + 1)
 
     first, third = (sum(rank <= most for rank in ranks) for most in (1, 3))
-    figures.note(f"{len(QUESTIONS)} questions over {len(pages)} pages of docs, recall@1", f"{first / len(ranks):.2f}")
-    figures.note(f"{len(QUESTIONS)} questions over {len(pages)} pages of docs, recall@3", f"{third / len(ranks):.2f}")
+    figures.note(f"{len(QUESTIONS)} questions over {len(pages)} pages, recall@1", f"{first / len(ranks):.2f}")
+    figures.note(f"{len(QUESTIONS)} questions over {len(pages)} pages, recall@3", f"{third / len(ranks):.2f}")
     assert len(QUESTIONS) == 20
     assert first / len(ranks) >= 0.5
     assert third / len(ranks) >= 0.75

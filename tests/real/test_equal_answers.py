@@ -51,7 +51,7 @@ def test_six_requests_in_a_batch_answer_as_each_does_alone(served: Served, figur
         (a, b) for one, six in zip(alone, batch, strict=True) for a, b in zip(logprobs(one), logprobs(six), strict=True)
     ]
     difference = max(abs(a - b) for a, b in pairs)
-    figures.note(f"six requests in a batch against each alone, {sampling}", f"tokens equal, within {difference:.1e}")
+    figures.note(f"six requests in a batch, {sampling}", f"tokens equal, within {difference:.1e}")
     assert [ids(each) for each in batch] == [ids(each) for each in alone]
     assert difference < CLOSE
 
@@ -72,7 +72,7 @@ def test_a_prefix_in_memory_and_on_disk_changes_no_token(served: Served, figures
 
     prompt_tokens = cold["usage"]["prompt_tokens"]
     figures.note(
-        "cached prompt tokens: first request, second, after a restart",
+        "cached tokens: first request, second, after a restart",
         f"{cached(cold)}, {cached(warm)}, {cached(from_disk)} of {prompt_tokens}",
     )
     assert cached(cold) < 64
@@ -115,7 +115,7 @@ def test_an_adapter_trained_by_mlx_lm_answers_as_there_and_leaves_base_rows_alon
         texts = list(pool.map(lambda row: ANTHROPIC.whole(served, row[0], row[1], 16), rows))
 
     theirs = [greedy_with_adapter(SMOLLM2, folder, each, 16) for each in questions]
-    figures.note("LoRA trained by mlx-lm, loss of the first and the last step", f"{lost[0]:.2f}, {lost[-1]:.2f}")
+    figures.note("trained LoRA: first and last loss", f"{lost[0]:.2f}, {lost[-1]:.2f}")
     assert json.loads((folder / "adapter_config.json").read_text())["fine_tune_type"] == "lora"
     assert texts[:2] == base
     assert texts[2:] == theirs

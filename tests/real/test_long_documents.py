@@ -19,6 +19,7 @@ MODELS = {
     "sparse": f'path = "{SMOLLM2}"\ndraft = "{SMOLLM2}"\nspeculate = "off"\n'
     "sparse_prefill = { keep = 0.5, from_tokens = 256 }",
 }
+KV_OF = {"m": "plain KV", "kv8": "8-bit KV", "kv4": "4-bit KV"}
 DOCUMENT = (
     f"This is a page of a manual.\n\n{page('speculation', 5600)}\n\nWhat is this page about? Answer in a sentence."
 )
@@ -57,7 +58,7 @@ def test_later_turns_about_a_document_compute_only_what_is_new(served: Served, f
             assert cached > 0.9 * prompt
         messages += [answered["choices"][0]["message"] | {"content": answered["choices"][0]["message"]["content"]}]
         messages += [{"role": "user", "content": later}]
-    figures.note("a document over three turns: cached prompt tokens", "; ".join(shares))
+    figures.note("three turns: cached prompt tokens", "; ".join(shares))
 
     # The last turn again, of which nothing is cached under another salt.
     cold = turn(served, [*messages[:-2]], "cold")
@@ -66,11 +67,11 @@ def test_later_turns_about_a_document_compute_only_what_is_new(served: Served, f
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("model", ["m", "kv8", "kv4"])
+@pytest.mark.parametrize("model", KV_OF)
 def test_a_fact_in_a_long_text_is_found(served: Served, figures: Figures, model: str, place: float) -> None:
     text = CHAT.whole(served, model, with_fact(place), 24)
 
-    figures.note(f"a fact at {place:.0%} of a text, {model}", "found" if "marigold" in text else f"lost: {text!r}")
+    figures.note(f"{KV_OF[model]}: fact at {place:.0%}", "found" if "marigold" in text else "lost")
     # Four bits are too few for a head of 64 numbers: what they cost is written down, not asserted.
     assert "marigold" in text or model == "kv4"
 
@@ -84,12 +85,10 @@ def test_a_sparse_prefill_answers_from_a_part_of_the_text(
     spent = time.monotonic() - start
 
     text = CHAT.text(answered)
-    found = "found" if "marigold" in text else f"lost: {text!r}"
+    found = "found" if "marigold" in text else "lost"
     usage = answered["usage"]
     kept, prompt = usage["prompt_tokens_details"]["kept_tokens"], usage["prompt_tokens"]
-    figures.note(
-        f"a fact at {place:.0%} of a text, sparse prefill, {kept} of {prompt} tokens", f"{found}, {spent:.1f} s"
-    )
+    figures.note(f"sparse prefill, {kept} of {prompt} tokens: fact at {place:.0%}", f"{found}, {spent:.1f} s")
     assert kept < prompt
     # A model of 135M chooses badly for itself: whether the fact is kept is written down, not asserted.
     assert text.startswith("The secret word of the harbour master")

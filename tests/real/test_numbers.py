@@ -43,8 +43,8 @@ def test_prompt_logprobs_of_a_page_are_those_of_mlx_lm(served: Served, figures: 
 
     assert choice["prompt_token_ids"] == reference(SMOLLM2).encode(TEXT)
     difference = largest_difference(ours, theirs)
-    figures.note(f"`prompt_logprobs` of {len(ours)} tokens against mlx-lm, SmolLM2", f"within {difference:.1e}")
-    figures.note("perplexity, SmolLM2", f"{perplexity(ours):.3f}, mlx-lm {perplexity(theirs):.3f}")
+    figures.note(f"SmolLM2: `prompt_logprobs` of {len(ours)} tokens", f"within {difference:.1e}")
+    figures.note("SmolLM2: perplexity", f"{perplexity(ours):.3f}, mlx-lm {perplexity(theirs):.3f}")
     assert difference < CLOSE
     assert perplexity(ours) == pytest.approx(perplexity(theirs), rel=1e-4)
 
@@ -55,8 +55,8 @@ def test_prompt_logprobs_of_a_page_are_those_of_mlx_lm_with_sliding_windows(serv
 
     assert choice["prompt_token_ids"] == reference(GEMMA3).encode(TEXT)
     difference = largest_difference(ours, theirs)
-    figures.note(f"`prompt_logprobs` of {len(ours)} tokens against mlx-lm, Gemma 3", f"within {difference:.1e}")
-    figures.note("perplexity, Gemma 3", f"{perplexity(ours):.3f}, mlx-lm {perplexity(theirs):.3f}")
+    figures.note(f"Gemma 3: `prompt_logprobs` of {len(ours)} tokens", f"within {difference:.1e}")
+    figures.note("Gemma 3: perplexity", f"{perplexity(ours):.3f}, mlx-lm {perplexity(theirs):.3f}")
     assert difference < CLOSE
 
 
@@ -69,9 +69,7 @@ def test_logprobs_of_an_answer_are_those_of_mlx_lm(served: Served, figures: Figu
     ours = choice["logprobs"]["token_logprobs"]
 
     difference = largest_difference(ours, theirs[: len(ours)])
-    figures.note(
-        f"log-probabilities of {len(ours)} generated tokens against mlx-lm, {model}", f"within {difference:.1e}"
-    )
+    figures.note(f"{model}: {len(ours)} generated tokens", f"within {difference:.1e}")
     assert len(ours) == 60
     assert difference < CLOSE
 
@@ -91,7 +89,7 @@ def test_a_greedy_answer_is_that_of_mlx_lm(served: Served, model: str) -> None:
 def test_perplexity_with_fewer_bits_is_near_that_in_float32(served: Served, figures: Figures, model: str) -> None:
     exact, fewer = (perplexity(prompt_logprobs(scored(served, name))) for name in ("smollm2", model))
 
-    figures.note(f"perplexity, SmolLM2, {model}", f"{fewer:.3f}, {100 * (fewer / exact - 1):+.1f} % of float32")
+    figures.note(f"SmolLM2, {model}: perplexity", f"{fewer:.3f}, {100 * (fewer / exact - 1):+.1f} % of float32")
     assert fewer / exact < MOST[model]
 
 

@@ -41,7 +41,7 @@ def test_transcripts_are_those_of_mlx_audio(served: Served, figures: Figures, la
         wrong, count = speech.word_errors(heard, text)
         errors, spoken_words = errors + wrong, spoken_words + count
 
-    figures.note(f"Whisper base, word error rate on eSpeak's voice, {language}", f"{errors} of {spoken_words} words")
+    figures.note(f"Whisper base, {language}: word errors", f"{errors} of {spoken_words}")
     assert errors / spoken_words < 0.6
 
 
@@ -53,7 +53,7 @@ def test_the_english_model_transcribes_as_mlx_audio(served: Served, figures: Fig
         wrong, count = speech.word_errors(heard, text)
         errors, spoken_words = errors + wrong, spoken_words + count
 
-    figures.note("Whisper tiny.en, word error rate on eSpeak's voice, en", f"{errors} of {spoken_words} words")
+    figures.note("Whisper tiny.en: word errors", f"{errors} of {spoken_words}")
     assert errors / spoken_words < 0.6
 
 
@@ -110,7 +110,7 @@ def test_silence_is_heard_as_by_mlx_audio(served: Served, figures: Figures) -> N
     silence = np.zeros(4 * RATE, dtype=np.int16)
     heard = ask(served, silence, language="en").json()["text"]
 
-    figures.note("Whisper base, four seconds of silence", repr(heard))
+    figures.note("Whisper base, silence", repr(heard))
     assert heard == transcribe(WHISPER_BASE, silence, "en")
 
 
@@ -120,6 +120,6 @@ def test_a_minute_is_transcribed_as_by_mlx_audio(served: Served, figures: Figure
     heard = reply.json()["text"]
 
     wrong, count = speech.word_errors(heard, " ".join(texts))
-    figures.note(f"Whisper base, {len(samples) / RATE:.0f} s of speech", f"{wrong} of {count} words wrong")
+    figures.note(f"Whisper base, {len(samples) / RATE:.0f} s: word errors", f"{wrong} of {count}")
     assert len(samples) / RATE > 60
     assert heard == transcribe(WHISPER_BASE, samples, "en")

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -55,6 +56,15 @@ def started(home: Path, *words: str, stdin: str | None = None) -> subprocess.Com
     return subprocess.run(
         command, capture_output=True, text=True, env=environment(home), timeout=patient(TIMEOUT_S), input=stdin or ""
     )
+
+
+def install(folder: Path, **commands: str) -> None:
+    """Make programs in `folder`: `mlxctl`, `python3`, and one for each of `commands`, which are arguments to Python."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, arguments in ({"mlxctl": shlex.join(COMMAND[1:]), "python3": ""} | commands).items():
+        file = folder / name
+        file.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {arguments} "$@"\n')
+        file.chmod(0o755)
 
 
 def _run(words: tuple[str, ...], environ: Mapping[str, str], files: list[str]) -> None:
