@@ -218,9 +218,6 @@ def _server(source: ConfigSource, raw: Any, overrides: dict[str, Any]) -> Server
                 raise source.error(f"{key}: {value!r} {reason}", ("server", key))
     if server.prevent_sleep == "always" and not CAN_HOLD_AWAKE:
         raise source.error("prevent_sleep: 'always' is for macOS; set that in this system", ("server", "prevent_sleep"))
-    if server.body_memory_bytes != "auto" and server.body_memory_bytes < server.max_body_bytes:
-        message = f"body_memory: {server.body_memory_bytes} bytes hold no body of max_body ({server.max_body_bytes})"
-        raise source.error(message, ("server", "body_memory"))
     try:
         zone_of(server.time_zone)
     except ValueError as error:

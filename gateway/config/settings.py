@@ -123,7 +123,6 @@ NAME_BYTES_MAX: Final = 200
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bytes = Annotated[int, Meta(ge=1)] | Literal["auto"]
-Connections = Annotated[int, Meta(ge=1, le=1 << 20)] | Literal["auto"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 PreventSleep = Literal["busy", "always", "never"]
 # Whether workers leave GPU time to the display. With `auto` they do so while a person uses the machine.
@@ -168,11 +167,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     prevent_sleep: PreventSleep = "busy"
     # Whether workers make short GPU submissions with pauses, so that a person can work at the machine.
     desktop: Desktop = "auto"
-    write_timeout_s: Seconds = 30.0
     max_body_bytes: Annotated[int, Meta(ge=1024, le=1 << 31)] = 32 * 1024 * 1024
-    # Maximum bytes of all request bodies in memory at once. A body counts until its request ends. `auto` is a fraction
-    # of the machine's memory.
-    body_memory_bytes: Bytes = "auto"
     request_timeout_s: Seconds = 0.0
     queue_timeout_s: Seconds = 600.0
     # IANA time zone in which the days and months of budgets and usage begin; empty means the machine's time zone.
@@ -180,13 +175,8 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     # Maximum size of the stored answers of the Responses API, for each key. Clients can continue from a stored answer.
     # With 0 no answer is stored.
     response_store_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 * 1024 * 1024
-    # Maximum size of the journal from which a restarted daemon continues background responses. With 0 there is no
-    # journal.
-    response_journal_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 * 1024 * 1024
     # Proxies whose X-Forwarded-For header is trusted.
     trusted_proxies: tuple[str, ...] = ()
-    # Maximum number of connections. `auto` derives it from the limit of open files. One address may have a part of it.
-    max_connections: Connections = "auto"
     cors: tuple[str, ...] = ()
     # Host names under which clients may reach this machine, in addition to the loopback names. If the list is not
     # empty, every `Host` header is checked.

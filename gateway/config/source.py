@@ -120,8 +120,16 @@ REMOVED: Final = {
     "server.response_store_age": "a stored response that is not used for 30 days is deleted",
     "server.unauthorized_rpm": "an address may send 300 requests without a valid key a minute",
     "server.max_connections_per_address": (
-        "one address may have half of max_connections; those in trusted_proxies may have all"
+        "one address may have half of all connections; those in trusted_proxies may have all"
     ),
+    "server.max_connections": (
+        "the limit of open files (ulimit -n), less a reserve, is the limit of connections; see docs/operations.md"
+    ),
+    "server.body_memory": "the bodies of all requests together have a 64th of the machine's memory, at least 256 MiB",
+    "server.response_journal": (
+        "the journals of running background responses have at most 256 MiB; response_store = 0 writes none"
+    ),
+    "server.write_timeout": "a client that reads nothing of its answer for 30 seconds is disconnected",
     "server.capture_max": "captured requests take at most 64 MiB of the disk",
     "server.capture_age": "a captured request is deleted after one day",
     "media.max_pixels": "an image has at most 64,000,000 pixels",

@@ -312,7 +312,7 @@ class Feed:
             raise Overloaded(f"{VIEWERS_MAX} pages view already. Close one.", 10.0)
         wants_log = QueryParams(scope["query_string"]).get("log") == "1"
         viewer = _Viewer(session_of(scope), wants_log, record_of(scope).writer)
-        async with cut_off(record_of(scope), receive, self._services.config.server.write_timeout_s) as watch:
+        async with cut_off(record_of(scope), receive) as watch:
             self._join(viewer)
             try:
                 await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS]})

@@ -99,6 +99,7 @@ async def running(
     protocol: type[GuardedProtocol] = GuardedProtocol,
     handshake_s: float = HANDSHAKE_S,
     address_part: float = ADDRESS_PART,
+    connections_max: int = sys.maxsize,
     verify: ssl.SSLContext | bool = True,
     media: MediaConfig | None = None,
     audio: AudioConfig | None = None,
@@ -136,7 +137,7 @@ async def running(
     listener.listen(2048)
     port = listener.getsockname()[1]
     url = url_of(config.server, "127.0.0.1", port)
-    connections = public_connections(app.services.live, metrics, file_limit(), address_part)
+    connections = public_connections(app.services.live, metrics, file_limit(), address_part, connections_max)
     tls = app.services.tls
     factory = (
         partial(protocol, connections=connections, websockets=app.websockets)

@@ -211,8 +211,6 @@ class Story:
             queue_timeout_s=60.0,
             request_timeout_s=random.choice((0.0, 0.0, 3.0)),
             node="sim",
-            body_memory_bytes=1 << 30,
-            response_journal_bytes=1 << 26 if self._background_count else 0,
             response_store_bytes=1 << 26 if self._background_count else 0,
         )
         memory = MemoryConfig(budget_bytes=random.choice((8, 12, 16)) * GIB, min_residency_s=random.choice((0.5, 5.0)))

@@ -396,12 +396,6 @@ def test_a_chat_template_is_given_as_text_or_by_its_file(tmp_path: Path) -> None
     assert "is longer than" in failure(tmp_path, '[models.a]\nchat_template = "huge.jinja"')
 
 
-def test_the_memory_for_bodies_holds_at_least_one(tmp_path: Path) -> None:
-    text = '[server]\nmax_body = "8MiB"\nbody_memory = "4MiB"'
-    assert "/mlxd.toml:3: body_memory: 4194304 bytes hold no body of max_body" in failure(tmp_path, text)
-    assert load(tmp_path, '[server]\nbody_memory = "64MiB"').server.body_memory_bytes == 64 << 20
-
-
 def test_the_words_for_effort_are_those_of_the_apis() -> None:
     assert get_args(Effort) == tuple(EFFORTS)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.config.settings import ModelConfig, ServerConfig
+from gateway.http import connection_limits
 from gateway.http.listen_and_tls import raise_file_limit
 from gateway.link.parked_sequences import ResumeLimits
 from gateway.request.record import ignored_header
@@ -255,9 +256,9 @@ async def test_a_client_that_leaves_while_the_model_loads_frees_its_place(tmp_pa
         assert gateway.metrics.model("m").opening == 0
 
 
-async def test_a_client_that_never_reads_is_cut_off(tmp_path: Path) -> None:
-    server = ServerConfig(write_timeout_s=0.2)
-    async with running(tmp_path, ["--step-ms", "4", "--tokens-per-step", "2000"], server=server) as gateway:
+async def test_a_client_that_never_reads_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limits, "WRITE_TIMEOUT_S", 0.2)
+    async with running(tmp_path, ["--step-ms", "4", "--tokens-per-step", "2000"]) as gateway:
         _, writer = await _open(gateway, chat(stream=True, max_tokens=1 << 30))
         await until(lambda: gateway.link.in_flight == 1)
         # asyncio's reader stops reading at its limit, so the kernel's buffers fill up.
