@@ -46,7 +46,6 @@ FIXED: Final = (
     "port",
     "ollama_port",
     "tls",
-    "log_file",
     "otlp_endpoint",
 )
 

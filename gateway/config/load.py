@@ -41,7 +41,6 @@ from gateway.config.settings import (
     TlsConfig,
     UiConfig,
     UpstreamConfig,
-    zone_of,
 )
 from gateway.config.source import ConfigSource
 from gateway.config.worker_spec_and_group import check_groups
@@ -218,10 +217,6 @@ def _server(source: ConfigSource, raw: Any, overrides: dict[str, Any]) -> Server
                 raise source.error(f"{key}: {value!r} {reason}", ("server", key))
     if server.prevent_sleep == "always" and not CAN_HOLD_AWAKE:
         raise source.error("prevent_sleep: 'always' is for macOS; set that in this system", ("server", "prevent_sleep"))
-    try:
-        zone_of(server.time_zone)
-    except ValueError as error:
-        raise source.error(f"time_zone: {error}", ("server", "time_zone")) from None
     if reason := bad_endpoint(server.otlp_endpoint):
         raise source.error(f"otlp_endpoint: {reason}", ("server", "otlp_endpoint"))
     folders = _folders(source, server.adapter_folders, ("server", "adapter_folders"))

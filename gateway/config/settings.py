@@ -9,7 +9,6 @@ import sys
 from datetime import date, datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Annotated, Final, Literal
-from zoneinfo import ZoneInfo
 
 from msgspec import Meta, Struct, structs
 
@@ -19,18 +18,8 @@ from protocol.spec import DEFAULT_MAX_RUNNING, LOCAL
 from protocol.to_worker import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN
 
 
-def zone_of(name: str) -> tzinfo | None:
-    """Look up an IANA time zone. An empty name gives None, which means the machine's own. Raises `ValueError`."""
-    if not name:
-        return None
-    try:
-        return ZoneInfo(name)
-    except (OSError, ValueError, LookupError):
-        raise ValueError(f"there is no time zone {name!r} here; write one as Europe/Berlin or UTC") from None
-
-
 def day_of(now: float, zone: tzinfo | None) -> date:
-    """Return the day of a Unix time."""
+    """Return the day of a Unix time. The zone None is the machine's own."""
     return datetime.fromtimestamp(now, zone).date()
 
 
@@ -160,8 +149,6 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     ollama_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     tls: TlsConfig = TlsConfig()
     log_level: LogLevel = "info"
-    # Whether to write a log file in `home/logs`.
-    log_file: bool = True
     drain_s: Seconds = 30.0
     # Whether a Mac is kept awake: while requests run or a model loads, always, or never.
     prevent_sleep: PreventSleep = "busy"
@@ -170,8 +157,6 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_body_bytes: Annotated[int, Meta(ge=1024, le=1 << 31)] = 32 * 1024 * 1024
     request_timeout_s: Seconds = 0.0
     queue_timeout_s: Seconds = 600.0
-    # IANA time zone in which the days and months of budgets and usage begin; empty means the machine's time zone.
-    time_zone: str = ""
     # Maximum size of the stored answers of the Responses API, for each key. Clients can continue from a stored answer.
     # With 0 no answer is stored.
     response_store_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 * 1024 * 1024
@@ -183,8 +168,6 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     hosts: tuple[str, ...] = ()
     # Whether `/metrics` requires a key that may read it, once any key exists.
     metrics_auth: bool = True
-    # `vllm` also exports metrics under vLLM's names.
-    metrics_compat: Literal["", "vllm"] = ""
     # `default` is the model for requests that name no model, and `small` that for requests of a vendor's small model.
     # If empty, those requests are refused.
     default: str = ""
@@ -197,8 +180,6 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     adapter_folders: tuple[str, ...] = ()
     # URL to which traces are sent, as OTLP over HTTP. If empty, no traces are made.
     otlp_endpoint: str = ""
-    # Name of this machine among others. Each answer has it in its header `x-mlxd-node`; empty means no header.
-    node: Annotated[str, Meta(max_length=200, pattern=r"^[A-Za-z0-9._-]*$")] = ""
 
 
 class SamplingDefaults(Struct, frozen=True, forbid_unknown_fields=True):

@@ -125,6 +125,16 @@ REMOVED: Final = {
     "server.max_connections": (
         "the limit of open files (ulimit -n), less a reserve, is the limit of connections; see docs/operations.md"
     ),
+    "server.node": "mlxd sends no header x-mlxd-node; a proxy in front of it can add one; see docs/fleet.md",
+    "server.log_file": (
+        "the log is always written to logs/mlxd.log in the home; mlxctl logs -f prints it; stderr gets all of it on a "
+        "terminal, else starts, reloads and the end of the daemon"
+    ),
+    "server.time_zone": (
+        "the days and months of budgets and usage are those of the machine's time zone, which the environment variable "
+        "TZ changes"
+    ),
+    "server.metrics_compat": "GET /metrics?names=vllm has vLLM's names too; see docs/monitoring.md",
     "server.body_memory": "the bodies of all requests together have a 64th of the machine's memory, at least 256 MiB",
     "server.response_journal": (
         "the journals of running background responses have at most 256 MiB; response_store = 0 writes none"

@@ -210,7 +210,6 @@ class Story:
             drain_s=random.choice((0.0, 2.0, 10.0)),
             queue_timeout_s=60.0,
             request_timeout_s=random.choice((0.0, 0.0, 3.0)),
-            node="sim",
             response_store_bytes=1 << 26 if self._background_count else 0,
         )
         memory = MemoryConfig(budget_bytes=random.choice((8, 12, 16)) * GIB, min_residency_s=random.choice((0.5, 5.0)))
