@@ -278,8 +278,8 @@ def configuration(turn: int) -> str:
     """
     lines = ["[server]", "port = 0", "[memory]", f'budget = "{BUDGET}"', 'min_residency = "3s"']
     for number, name in enumerate(MODELS):
-        chunk = 256 if number == turn // 4 % len(MODELS) and turn % 8 >= 4 else 512
-        lines += [f"[models.{name}]", 'path = "demo"', f'memory = "{SHARE}"', f"prefill_chunk = {chunk}"]
+        rows = 15 if number == turn // 4 % len(MODELS) and turn % 8 >= 4 else 16
+        lines += [f"[models.{name}]", 'path = "demo"', f'memory = "{SHARE}"', f"max_running = {rows}"]
         lines += [f"sampling = {{ temperature = {0.5 + turn % 5 / 10} }}"]
     return "\n".join(lines) + "\n"
 

@@ -169,7 +169,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     kv_bits: int = 0
     # Default share of a prompt that a sparse prefill keeps; 0 means no sparse prefill.
     sparse_keep: float = 0.0
-    # Minimum length in tokens of a prompt that is prefilled sparsely.
+    # Minimum length in tokens of a prompt that is prefilled sparsely if the request names no share.
     sparse_from: int = 0
     # Place of the experts: `memory`, or `disk`, where a repacked model's experts are read when they are chosen.
     experts: str = "memory"

@@ -50,7 +50,7 @@ def experiments_of(server: ServerConfig, model: ModelConfig) -> list[Experiment]
 def _experiments_of(server: ServerConfig, model: ModelConfig) -> Iterator[Experiment]:
     if model.draft and (drafter := _drafter(model.draft)) is not None:
         yield drafter
-    if model.sparse_prefill.keep:
+    if model.sparse_prefill:
         yield SPARSE
     if model.group.backend == JACCL:
         yield JACCL_GROUP

@@ -280,14 +280,12 @@ def _models(source: ConfigSource, raw: Any) -> dict[str, ModelConfig]:
         if reason := bad_name(name):
             raise source.error(f"model name {name!r} {reason}", where)
         models[name] = model = _model(source, name, body, where)
-        is_sparse = model.sparse_prefill.keep > 0
+        is_sparse = model.sparse_prefill > 0
         if model.draft and ((model.speculate == "off" and not is_sparse) or model.deterministic):
             other = "deterministic" if model.deterministic else "speculate = 'off'"
             raise source.error(f"draft: with {other} nothing is drafted", (*where, "draft"))
         if is_sparse and not model.draft:
             raise source.error("sparse_prefill: 'draft' names no model to choose tokens", (*where, "sparse_prefill"))
-        if model.deterministic and model.batching not in ("auto", "single"):
-            raise source.error("deterministic runs one request at a time: batching is 'single'", (*where, "batching"))
         if model.kv_bits and model.kind not in ("auto", "text"):
             raise source.error("kv_bits is for models that generate text", (*where, "kv_bits"))
         if model.keep_warm_s and (model.kind not in ("auto", "text") or model.experts == "disk"):
@@ -310,7 +308,7 @@ def _models(source: ConfigSource, raw: Any) -> dict[str, ModelConfig]:
 def _bad_experts(model: ModelConfig) -> str:
     """Return the reason why a model's experts cannot be stored as configured; empty if they can."""
     if model.experts == "memory":
-        return "" if model.expert_cache_bytes == "auto" else "expert_cache is for experts = 'disk'"
+        return ""
     if model.max_running == "auto" or model.max_running > RUNNING_MAX:
         return (
             f"max_running: with experts on disk at most {RUNNING_MAX} run at once; more need most experts in each step"

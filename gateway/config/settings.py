@@ -221,15 +221,6 @@ class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     disk_bytes: Annotated[int, Meta(ge=0)] = 10 * 1024**3
 
 
-class SparsePrefillConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`sparse_prefill` of a model: the fraction of a long prompt that is computed if the request asks for it. The draft
-    model chooses the tokens. 0 means off.
-    """
-
-    keep: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    from_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] = 8192
-
-
 class KvEventsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`kv_events` of a model: addresses at which its worker publishes changes of its prefix cache, for routers.
 
@@ -262,10 +253,6 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     context: Annotated[int, Meta(ge=0)] = 0
     # Maximum number of concurrently generated sequences; `auto` is the best number that a calibration found.
     max_running: Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"] = DEFAULT_MAX_RUNNING
-    max_waiting: Annotated[int, Meta(ge=0, le=1_000_000)] = 1024
-    prefill_chunk: Annotated[int, Meta(ge=16, le=65536)] = 512
-    # Batch mode: how rows share a forward pass. `auto` is the mode that the self-check at load found to be exact.
-    batching: Literal["auto", "together", "equal", "single"] = "auto"
     # Whether a request computes the same shapes in every run: it runs alone, in chunks by position, from its first
     # token.
     deterministic: bool = False
@@ -274,13 +261,14 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     # Folder or repository of a draft model: a smaller model with the same tokenizer, or a drafter made for this model.
     # Empty means none.
     draft: str = ""
-    sparse_prefill: SparsePrefillConfig = SparsePrefillConfig()
+    # Fraction of a long prompt that is computed if the request asks for it. The draft model chooses the tokens. 0 means
+    # off.
+    sparse_prefill: Annotated[float, Meta(ge=0, le=1)] = 0.0
     # Task of the model: text generation, embeddings, scores of text pairs, or audio. `auto` derives the task from the
     # files.
     kind: Literal["auto", "text", "embed", "rerank", "audio"] = "auto"
     # Whether embeddings may be shortened even if the model's files do not declare that it was trained for this.
     matryoshka: bool = False
-    load_timeout_s: Seconds = 600.0
     sampling: SamplingDefaults = SamplingDefaults()
     thinking: ThinkingDefaults = ThinkingDefaults()
     profiles: dict[str, ProfileConfig] = {}
@@ -297,14 +285,10 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     # Bits of a quantized KV cache; None keeps the model's own precision. Quantization changes answers, and their
     # headers say so.
     kv_bits: Literal[8, 4] | None = None
-    # Log level of the model's worker; None uses the server's.
-    log_level: LogLevel | None = None
     # The model's share of the memory budget.
     memory_bytes: Bytes = "auto"
     # Where a model's experts are stored. `disk` needs a model folder made by `mlxctl repack`.
     experts: Literal["memory", "disk"] = "memory"
-    # Bytes of memory in which experts on disk are cached.
-    expert_cache_bytes: Bytes = "auto"
     # A pinned model is never unloaded to make room.
     pin: bool = False
     # The model is unloaded after this time without a request; 0 means never.

@@ -148,6 +148,16 @@ REMOVED: Final = {
     "audio.max_input": "a text to speak has at most 4,096 characters",
     "audio.max_speech": "the speech of one request lasts at most 15 minutes",
     "batches.age": "files and ended batches are deleted after 30 days; a file may have an expires_after of its own",
+    "models.NAME.max_waiting": "1,024 requests may wait beyond max_running; the next one gets a 429",
+    "models.NAME.prefill_chunk": "a step has at most 512 tokens of a prompt",
+    "models.NAME.batching": "the self-check of each load chooses the fastest exact batch mode; see docs/models.md",
+    "models.NAME.load_timeout": "a load may take 10 minutes, and a second more for each 50 MB of the weights",
+    "models.NAME.log_level": "workers have the log level of [server]",
+    "models.NAME.expert_cache": "a quarter of the experts on disk is cached in memory; see docs/experts.md",
+    "models.NAME.sparse_prefill.keep": "the part of a long prompt to compute is the value itself: sparse_prefill = 0.5",
+    "models.NAME.sparse_prefill.from_tokens": (
+        "prompts of fewer than 8,192 tokens are computed in full, unless the request names the part to compute"
+    ),
     "models.NAME.cache.disk_min_tokens": "prefixes of fewer than 512 tokens are not written to the disk",
 }
 # Tables whose tables have names that the file's author chooses.
@@ -225,6 +235,12 @@ class ConfigSource:
             inside = f" in [{'.'.join(where)}]" if where else ""
             raise self.error(f"unknown key {key!r}{inside}; {_hint(key, known)}", (*where, key))
 
+    def _refuse_removed(self, table: dict[str, Any], where: tuple[str, ...]) -> None:
+        """Refuse the first removed key of a table that is no table any more."""
+        for key in table:
+            if now := what_holds_now((*where, key)):
+                raise self.error(f"{key} is gone: {now}", (*where, key))
+
     def struct(self, raw: Any, struct: type[T], where: tuple[str, ...]) -> T:
         """Read a table as a struct. Raises `ConfigError`."""
         return self.convert(self.table(raw, struct, where), struct, where)
@@ -245,6 +261,8 @@ class ConfigSource:
                 raise self.error(f"{file_key(field)!r} is given twice", (*where, key))
             inner, at = types[field], (*where, key)
             is_table = _is_struct(inner) and isinstance(value, dict)
+            if isinstance(value, dict) and not is_table:
+                self._refuse_removed(cast(dict[str, Any], value), at)
             table[field] = self.table(value, inner, at) if is_table else self._value(field, value, at)
         return table
 

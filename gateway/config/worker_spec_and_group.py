@@ -82,6 +82,8 @@ def _check_variables(envs: tuple[str, ...]) -> None:
 
 # This limit is loose: the gateway bounds admission, and a new worker gets all running and waiting sequences together.
 WAITING_MAX: Final = 1 << 20
+# Shorter prompts are computed in full, unless the request names the part to keep.
+SPARSE_FROM_TOKENS: Final = 8192
 # Shorter prefixes are not written to the disk: reading them would save no time, and every write wears the disk.
 DISK_MIN_TOKENS: Final = 512
 
@@ -103,13 +105,11 @@ def worker_spec(config: Config, model: ModelConfig, down: str = "", up: str = ""
         context=model.context,
         max_running=0 if model.max_running == "auto" else model.max_running,
         max_waiting=WAITING_MAX,
-        prefill_chunk=model.prefill_chunk,
-        batching=model.batching,
         deterministic=model.deterministic,
         speculate=model.speculate,
         draft=model.draft,
-        sparse_keep=model.sparse_prefill.keep,
-        sparse_from=model.sparse_prefill.from_tokens if model.sparse_prefill.keep else 0,
+        sparse_keep=model.sparse_prefill,
+        sparse_from=SPARSE_FROM_TOKENS if model.sparse_prefill else 0,
         kind="" if model.kind == "auto" else model.kind,
         matryoshka=model.matryoshka,
         kv_bits=model.kv_bits or 0,
@@ -118,9 +118,8 @@ def worker_spec(config: Config, model: ModelConfig, down: str = "", up: str = ""
         kv_events=model.kv_events.endpoint,
         kv_events_replay=model.kv_events.replay,
         kv_events_topic=model.kv_events.topic,
-        expert_cache_bytes=-1 if model.expert_cache_bytes == "auto" else model.expert_cache_bytes,
         trust_remote_code=model.trust_remote_code,
-        log_level=model.log_level or config.server.log_level,
+        log_level=config.server.log_level,
         parser=model.parser,
         chat_template=model.chat_template,
         cache_bytes=-1 if model.cache.ram_bytes is None else model.cache.ram_bytes,
@@ -232,10 +231,9 @@ def _conflict(model: ModelConfig) -> str:
     conflicts = {
         "draft": bool(model.draft),
         "deterministic": model.deterministic,
-        "batching": model.batching not in (AUTO, "together"),
         "kv_bits": model.kv_bits is not None,
         "adapters": bool(model.adapters),
-        "sparse_prefill": model.sparse_prefill.keep > 0,
+        "sparse_prefill": model.sparse_prefill > 0,
         "keep_warm": model.keep_warm_s > 0,
         "kv_events": bool(model.kv_events.endpoint),
         "experts": model.experts != "memory",

@@ -127,7 +127,6 @@ max_body = "2KiB"
 default = "a:short"
 [models.a]
 aliases = ["second"]
-max_waiting = 7
 ttl = "1h"
 sampling = { max_tokens = 3 }
 [models.a.profiles.short]
@@ -145,7 +144,6 @@ sampling = { max_tokens = 2 }
                 "server.max_body",
                 "server.default",
                 "models.a.aliases",
-                "models.a.max_waiting",
                 "models.a.sampling",
                 "models.a.profiles",
                 "models.a.ttl",

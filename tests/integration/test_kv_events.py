@@ -16,9 +16,7 @@ from worker.prefix_cache.kv_events import BLOCK
 def test_a_served_prompt_is_told_as_blocks_of_its_tokens(tmp_path: Path) -> None:
     endpoint, replay = free_address(), free_address()
     table = f'kv_events = {{ endpoint = "{endpoint}", replay = "{replay}", topic = "kv" }}'
-    (tmp_path / "mlxd.toml").write_text(
-        f'[server]\nport = 0\n[models.demo]\npath = "demo"\nbatching = "together"\n{table}\n'
-    )
+    (tmp_path / "mlxd.toml").write_text(f'[server]\nport = 0\n[models.demo]\npath = "demo"\n{table}\n')
     context = zmq.Context()
     try:
         with DaemonProcess(tmp_path, module="gateway.main") as daemon:

@@ -38,7 +38,7 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ga
         ModelConfig(name="whisper", path=str(build_whisper(folder / "whisper"))),
         ModelConfig(name="moonshine", path=str(build_moonshine(folder / "moonshine"))),
         ModelConfig(name="speaker", path=str(build_qwen_tts(folder / "speaker"))),
-        ModelConfig(name="text", path=str(build("qwen3", folder / "text")), batching="together"),
+        ModelConfig(name="text", path=str(build("qwen3", folder / "text"))),
     ]
     limits = AudioConfig(max_size_bytes=200_000, max_duration_s=5.0)
     with short_home() as home:

@@ -16,8 +16,7 @@ MODELS = {
     "m": f'path = "{SMOLLM2}"',
     "kv8": f'path = "{SMOLLM2}"\nkv_bits = 8',
     "kv4": f'path = "{SMOLLM2}"\nkv_bits = 4',
-    "sparse": f'path = "{SMOLLM2}"\ndraft = "{SMOLLM2}"\nspeculate = "off"\n'
-    "sparse_prefill = { keep = 0.5, from_tokens = 256 }",
+    "sparse": f'path = "{SMOLLM2}"\ndraft = "{SMOLLM2}"\nspeculate = "off"\nsparse_prefill = 0.5',
 }
 DOCUMENT = (
     f"This is a page of a manual.\n\n{page('speculation', 5600)}\n\nWhat is this page about? Answer in a sentence."

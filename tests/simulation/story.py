@@ -52,7 +52,6 @@ EVENTS = (
 SPANS_S = (10.0, 40.0)
 # Everything has ended this long after the last request, whatever has happened. Six jumps of the clock count too.
 LIVENESS_S = 900.0 + 6 * 400.0
-LOAD_TIMEOUT_S = 20.0
 # What is promised stays promised for some turns, and is checked once in so many.
 CHECK_TURNS = 16
 # A seed takes less than a tenth of a second. One that takes this long waits for something that is not simulated.
@@ -224,18 +223,19 @@ class Story:
 
     def _draw_model(self, random: Random, name: str) -> ModelConfig:
         fallback = FallbackConfig(to=(UPSTREAM,), when=("unavailable", "queue"))
-        return ModelConfig(
+        model = ModelConfig(
             name=name,
             path=f"/nowhere/{name}",
             preload=random.random() < 0.4,
-            load_timeout_s=LOAD_TIMEOUT_S,
             memory_bytes=random.choice((3, 6, 7)) * GIB,
             ttl_s=random.choice((0.0, 0.0, 5.0)),
             max_running=random.choice((1, 4, 16)),
-            max_waiting=random.choice((1, 100)),
             kind="text",
             fallback=fallback if self._has_upstream else FallbackConfig(),
         )
+        # Of all queues of the next gateway.
+        self._waiting_max = random.choice((1, 100))
+        return model
 
     def _make_keys(self) -> dict[str, str]:
         self.config.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -246,9 +246,11 @@ class Story:
 
     def _make_gateway(self) -> SimulatedGateway:
         self.boots += 1
-        return SimulatedGateway(
+        gateway = SimulatedGateway(
             self.world, self.config, self.boots, self.random, self._listening, self.disk, self.upstreams
         )
+        gateway.app.services.admission.waiting_max = self._waiting_max
+        return gateway
 
     # -- invariants ----------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from gateway.config.experimental import (
     Experiment,
     experiments_of,
 )
-from gateway.config.settings import GroupConfig, KvEventsConfig, ModelConfig, ServerConfig, SparsePrefillConfig
+from gateway.config.settings import GroupConfig, KvEventsConfig, ModelConfig, ServerConfig
 from gateway.ctl.hub import print_info
 from gateway.model_files.metadata import ModelMetadata
 from tests.gateway.harness import chat, running
@@ -45,7 +45,7 @@ def test_the_page_of_an_experimental_feature_names_it(each: Experiment) -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"sparse_prefill": SparsePrefillConfig(keep=0.5)}, SPARSE),
+        ({"sparse_prefill": 0.5}, SPARSE),
         ({"group": GroupConfig(("local", "local"), backend="jaccl")}, JACCL_GROUP),
         ({"experts": "disk"}, EXPERTS),
         ({"kv_events": KvEventsConfig("tcp://127.0.0.1:5557")}, KV_EVENTS),

@@ -26,7 +26,6 @@ from gateway.config.settings import (
     ProfileConfig,
     SamplingDefaults,
     ServerConfig,
-    SparsePrefillConfig,
     ThinkingDefaults,
     TlsConfig,
     UiConfig,
@@ -136,7 +135,6 @@ def keys_of(table: type[Struct]) -> Iterator[tuple[str, str]]:
         ("### `thinking`", ThinkingDefaults),
         ("### `profiles`", ProfileConfig),
         ("### `cache`", CacheConfig),
-        ("### `sparse_prefill`", SparsePrefillConfig),
         ("### `tls`", TlsConfig),
     ],
 )
@@ -178,7 +176,6 @@ def test_the_schema_has_the_keys_of_the_file_and_allows_units() -> None:
         ThinkingDefaults,
         ProfileConfig,
         CacheConfig,
-        SparsePrefillConfig,
         TlsConfig,
     ):
         assert set(made["$defs"][table.__name__]["properties"]) == {key for key, _ in keys_of(table)}

@@ -237,8 +237,9 @@ async def test_a_batch_waits_while_another_request_runs(home: Path) -> None:
 
 
 async def test_requests_of_batches_take_no_place_in_the_queue(home: Path) -> None:
-    models = [ModelConfig(name="m", path="m", max_running=1, max_waiting=0)]
+    models = [ModelConfig(name="m", path="m", max_running=1)]
     async with running(home, ["--step-ms", "20"], models=models) as gateway:
+        gateway.app.services.admission.waiting_max = 0
         client = gateway.client
         batch_id = await begun(client, lines(1, max_tokens=200))
         await until(lambda: gateway.link.in_flight > 0)

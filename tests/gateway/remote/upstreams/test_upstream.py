@@ -191,10 +191,11 @@ async def test_a_model_that_is_served_here_does_not_leave() -> None:
 
 async def test_a_full_queue_leaves_only_where_that_is_a_reason() -> None:
     for when, status in (("unavailable",), 429), (("queue",), 200):
-        model = ModelConfig(name="m", path="m", max_running=1, max_waiting=0, fallback=FallbackConfig(("cloud",), when))
+        model = ModelConfig(name="m", path="m", max_running=1, fallback=FallbackConfig(("cloud",), when))
         async with far() as cloud:
             with short_home() as home:
                 async with running(home, ["--step-ms", "20"], [model], upstreams=[upstream(cloud.url)]) as gateway:
+                    gateway.app.services.admission.waiting_max = 0
                     body = chat(stream=True, max_tokens=500)
                     async with gateway.client.stream("POST", "/v1/chat/completions", json=body) as running_one:
                         await anext(running_one.aiter_raw())
