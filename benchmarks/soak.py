@@ -276,7 +276,7 @@ def configuration(turn: int) -> str:
     """Return a configuration with another sampling default every turn, and a setting that restarts a worker every
     fourth turn.
     """
-    lines = ["[server]", "port = 0", "[memory]", f'budget = "{BUDGET}"', 'min_residency = "3s"']
+    lines = ["[server]", "port = 0", "[memory]", f'budget = "{BUDGET}"']
     for number, name in enumerate(MODELS):
         rows = 15 if number == turn // 4 % len(MODELS) and turn % 8 >= 4 else 16
         lines += [f"[models.{name}]", 'path = "demo"', f'memory = "{SHARE}"', f"max_running = {rows}"]

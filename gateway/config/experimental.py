@@ -56,7 +56,7 @@ def _experiments_of(server: ServerConfig, model: ModelConfig) -> Iterator[Experi
         yield JACCL_GROUP
     if model.experts == "disk":
         yield EXPERTS
-    if model.kv_events.endpoint:
+    if model.kv_events:
         yield KV_EVENTS
     if server.desktop is True or (server.desktop == "auto" and CAN_SEE_DESKTOP):
         yield DUTY_CYCLE

@@ -7,7 +7,7 @@ Reads the tables `[upstreams.NAME]`, which configure other endpoints, and their 
 
 import difflib
 import importlib.util
-import re
+import os
 import ssl
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,11 +28,9 @@ from gateway.config.settings import (
     CONFIG_NAME,
     NAME_BYTES_MAX,
     NOT_IN_FILE,
-    AudioConfig,
     BatchesConfig,
     Config,
     ConfigError,
-    KvEventsConfig,
     MediaConfig,
     MemoryConfig,
     ModelConfig,
@@ -43,7 +41,7 @@ from gateway.config.settings import (
     UpstreamConfig,
 )
 from gateway.config.source import ConfigSource
-from gateway.config.worker_spec_and_group import check_groups
+from gateway.config.worker_spec_and_group import KV_EVENTS_ADDRESS, check_groups
 from gateway.errors import ModelNotFound
 from gateway.model_files.hub_cache import cached_models
 from gateway.model_files.metadata import DEMOS
@@ -112,12 +110,24 @@ def _upstream(source: ConfigSource, name: str, body: Any, where: tuple[str, ...]
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise source.error(f"key_file: {key_file}: {reason}", (*where, "key_file")) from None
-    ca = str(source.path_of(far.ca)) if far.ca else ""
+    if reason := _bad_authorities():
+        raise source.error(reason, where)
+    return replace(far, url=far.url.rstrip("/"), key_file=key_file)
+
+
+def _bad_authorities() -> str:
+    """Return what is wrong with the file of authorities that the environment names; empty if nothing is.
+
+    OpenSSL reads the file whenever a client is made, and silently trusts nobody if it cannot.
+    """
+    path = os.environ.get("SSL_CERT_FILE", "")
+    if not path:
+        return ""
     try:
-        ssl.create_default_context(cafile=ca or None)
+        ssl.create_default_context(cafile=path)
     except (OSError, ValueError) as error:
-        raise source.error(f"ca: {ca} holds no certificates (PEM): {error}", (*where, "ca")) from None
-    return replace(far, url=far.url.rstrip("/"), key_file=key_file, ca=ca)
+        return f"the environment variable SSL_CERT_FILE: {path} holds no certificates (PEM): {error}"
+    return ""
 
 
 def read_secret(path: Path) -> str:
@@ -150,7 +160,6 @@ def _bad_url(upstream: UpstreamConfig) -> str:
 
 # The chat template is copied into the configuration and a worker's state file. The longest known templates have 20 KiB.
 TEMPLATE_BYTES_MAX: Final = 1024 * 1024
-_KV_EVENTS_ADDRESS: Final = re.compile(r"tcp://(\*|[\w.:\[\]-]+):(\d{1,5})")
 # Traces can be sent only if these packages are installed.
 _OTEL_PACKAGES: Final = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 
@@ -188,7 +197,6 @@ def load_config(
         config_path=source.path,
         memory=source.struct(raw.get("memory", {}), MemoryConfig, ("memory",)),
         media=structs.replace(media, folders=_folders(source, media.folders, ("media", "folders"))),
-        audio=source.struct(raw.get("audio", {}), AudioConfig, ("audio",)),
         batches=source.struct(raw.get("batches", {}), BatchesConfig, ("batches",)),
         ui=source.struct(raw.get("ui", {}), UiConfig, ("ui",)),
         upstreams=read_upstreams(source, raw.get("upstreams", {}), models),
@@ -318,21 +326,16 @@ def _bad_experts(model: ModelConfig) -> str:
     return ""
 
 
-def _bad_kv_events(config: KvEventsConfig) -> str:
-    """Return the reason why events cannot be published under these settings; empty if they can."""
-    if config.replay and not config.endpoint:
-        return "replay: without an endpoint nothing is published"
-    for key, address in (("endpoint", config.endpoint), ("replay", config.replay)):
-        if not address:
-            continue
-        match = _KV_EVENTS_ADDRESS.fullmatch(address)
-        if match is None or not 0 < int(match[2]) < 1 << 16:
-            return f"{key}: {address!r} is no address such as tcp://127.0.0.1:5557"
-        # `localhost` does not count as local, because ZeroMQ cannot bind a socket to this name.
-        is_local = match[1] != "localhost" and is_loopback(match[1].strip("[]"))
-        if not is_local and not config.plain:
-            return f"{key}: events tell prompts to all that connect to {address}; plain = true allows it"
-    return ""
+def _bad_kv_events(address: str) -> str:
+    """Return the reason why events cannot be published at an address; empty if they can."""
+    if not address:
+        return ""
+    match = KV_EVENTS_ADDRESS.fullmatch(address)
+    # Missed events are replayed at the next port.
+    if match is None or not 0 < int(match[2]) < (1 << 16) - 1:
+        return f"kv_events: {address!r} is no address such as tcp://127.0.0.1:5557"
+    # ZeroMQ cannot bind a socket to this name.
+    return "kv_events: localhost is no address; write 127.0.0.1" if match[1] == "localhost" else ""
 
 
 def _model(source: ConfigSource, name: str, body: Any, where: tuple[str, ...]) -> ModelConfig:

@@ -50,10 +50,6 @@ class UpstreamConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     key_file: str = ""
     # Maps local names of models to the upstream's names.
     models: dict[str, str] = {}
-    # Maximum waits for the first byte of an answer, and from one part of it to the next.
-    first_byte_s: Seconds = 60.0
-    silence_s: Seconds = 120.0
-    ca: str = ""
     plain_http: bool = False
 
 
@@ -85,13 +81,9 @@ class GroupConfig(Struct, frozen=True, forbid_unknown_fields=True):
     # `tensor` gives each rank a part of every layer; `pipeline` gives each rank some whole layers.
     parallel: Literal["auto", "tensor", "pipeline"] = "auto"
     backend: Literal["auto", "ring", "nccl", "jaccl"] = "auto"
-    # Number of layers of each rank of a pipeline.
-    split: tuple[Annotated[int, Meta(ge=1)], ...] = ()
     # Host file of mlx.launch, for a group over several machines. Its path is relative to the configuration file, and
     # its first host is this machine.
     hosts: str = ""
-    # Path of the Python interpreter with mlxd on the other machines; empty means the same path as on this machine.
-    python: str = ""
     # Content of the host file.
     launch: HostFile = HostFile()
 
@@ -221,19 +213,6 @@ class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     disk_bytes: Annotated[int, Meta(ge=0)] = 10 * 1024**3
 
 
-class KvEventsConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`kv_events` of a model: addresses at which its worker publishes changes of its prefix cache, for routers.
-
-    Events reveal prompts as token ids to every subscriber. Addresses that other machines can reach therefore need
-    `plain`.
-    """
-
-    endpoint: str = ""
-    replay: str = ""
-    topic: str = ""
-    plain: bool = False
-
-
 class FallbackConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`fallback` of a model: upstreams, in order, for requests that cannot be served here."""
 
@@ -298,7 +277,9 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     keep_warm_s: Seconds = 0.0
     fallback: FallbackConfig = FallbackConfig()
     group: GroupConfig = GroupConfig()
-    kv_events: KvEventsConfig = KvEventsConfig()
+    # Address at which the worker publishes changes of its prefix cache, for routers. Missed changes can be replayed at
+    # the next port. Events reveal prompts as token ids to every subscriber. Empty means that nothing is published.
+    kv_events: str = ""
     # Files with chat requests whose prompts are put into the prefix cache after each load.
     warm: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
     # Whether the conversation with its newest answer is prefilled while the model is idle.
@@ -334,34 +315,22 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 class MemoryConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`[memory]`: the memory budget of all models together, and when one model may replace another."""
+    """`[memory]`: the memory budget of all models together, and the number of models."""
 
     budget_bytes: Bytes = "auto"
     # Maximum number of models in memory at the same time; 0 means no limit.
     max_loaded: Annotated[int, Meta(ge=0, le=10_000)] = 0
-    # A loaded model stays in memory at least this long, even if other models are requested.
-    min_residency_s: Seconds = 10.0
 
 
 class MediaConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`[media]`: limits of images, video, audio and PDFs in requests, and from where they may be fetched."""
 
-    # Maximum bytes of one image, video, audio clip or PDF, and maximum number of them in a request. With a vision model
-    # each page of a PDF counts as an image.
+    # Maximum bytes of one image, video, audio clip or PDF, and of a file to transcribe.
     max_size_bytes: Annotated[int, Meta(ge=1024, le=48 * 1024 * 1024)] = 32 * 1024 * 1024
-    max_count: Annotated[int, Meta(ge=0, le=4096)] = 64
     # `public` allows http and https URLs with addresses of the public internet; `off` allows none.
     urls: Literal["off", "public"] = "off"
     # Folders below which a `file:` URL may point.
     folders: tuple[str, ...] = ()
-
-
-class AudioConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`[audio]`: limits of transcriptions and translations."""
-
-    # Maximum bytes and maximum duration of an uploaded file.
-    max_size_bytes: Annotated[int, Meta(ge=1024, le=48 * 1024 * 1024)] = 25 * 1024 * 1024
-    max_duration_s: Annotated[float, Meta(gt=0, le=86400)] = 7200.0
 
 
 class BatchesConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -386,7 +355,6 @@ class Config(Struct, frozen=True):
     config_path: Path
     memory: MemoryConfig = MemoryConfig()
     media: MediaConfig = MediaConfig()
-    audio: AudioConfig = AudioConfig()
     batches: BatchesConfig = BatchesConfig()
     ui: UiConfig = UiConfig()
     upstreams: dict[str, UpstreamConfig] = {}

@@ -145,8 +145,17 @@ REMOVED: Final = {
     "media.max_pixels": "an image has at most 64,000,000 pixels",
     "media.in_flight": "the media of all requests together have at most 512 MiB",
     "media.fetch_timeout": "the URLs of a request are fetched within 10 seconds",
-    "audio.max_input": "a text to speak has at most 4,096 characters",
-    "audio.max_speech": "the speech of one request lasts at most 15 minutes",
+    "audio": (
+        "a file to transcribe has at most max_size of [media] and lasts at most 2 hours; a text to speak has at most "
+        "4,096 characters, and its speech lasts at most 15 minutes"
+    ),
+    "memory.min_residency": "a loaded model stays at least 10 seconds",
+    "media.max_count": "a request has at most 64 images, videos, audio clips and PDFs",
+    "upstreams.NAME.first_byte": "an answer must begin within 5 minutes",
+    "upstreams.NAME.silence": "a pause within an answer may last 5 minutes",
+    "upstreams.NAME.ca": (
+        "the environment variable SSL_CERT_FILE of the daemon names the file of authorities; see docs/upstreams.md"
+    ),
     "batches.age": "files and ended batches are deleted after 30 days; a file may have an expires_after of its own",
     "models.NAME.max_waiting": "1,024 requests may wait beyond max_running; the next one gets a 429",
     "models.NAME.prefill_chunk": "a step has at most 512 tokens of a prompt",
@@ -158,6 +167,12 @@ REMOVED: Final = {
     "models.NAME.sparse_prefill.from_tokens": (
         "prompts of fewer than 8,192 tokens are computed in full, unless the request names the part to compute"
     ),
+    "models.NAME.kv_events.endpoint": 'the address is the value itself: kv_events = "tcp://127.0.0.1:5557"',
+    "models.NAME.kv_events.replay": "missed events are replayed at the port after that of the events",
+    "models.NAME.kv_events.topic": "the topic is kv@HOST@MODEL, with the name of this machine; see docs/fleet.md",
+    "models.NAME.kv_events.plain": "an address that other machines can reach is allowed, with a warning in the log",
+    "models.NAME.group.split": "the layers are divided as evenly as possible",
+    "models.NAME.group.python": "the interpreter on the other machines has the same path as on this one",
     "models.NAME.cache.disk_min_tokens": "prefixes of fewer than 512 tokens are not written to the disk",
 }
 # Tables whose tables have names that the file's author chooses.

@@ -6,12 +6,14 @@ settings and files is refused.
 
 import ipaddress
 import re
+import socket
 from pathlib import Path
 from typing import Final
 
 import msgspec
 from msgspec import structs
 
+from gateway.config.origins import is_loopback
 from gateway.config.settings import Config, GroupConfig, HostConfig, HostFile, ModelConfig
 from gateway.config.source import ConfigSource
 from gateway.model_files.metadata import Unreadable, find, read_config
@@ -80,6 +82,7 @@ def _check_variables(envs: tuple[str, ...]) -> None:
         raise ValueError(f"has more than {ENVS_BYTES_MAX} bytes of envs")
 
 
+KV_EVENTS_ADDRESS: Final = re.compile(r"tcp://(\*|[\w.:\[\]-]+):(\d{1,5})")
 # This limit is loose: the gateway bounds admission, and a new worker gets all running and waiting sequences together.
 WAITING_MAX: Final = 1 << 20
 # Shorter prompts are computed in full, unless the request names the part to keep.
@@ -115,9 +118,9 @@ def worker_spec(config: Config, model: ModelConfig, down: str = "", up: str = ""
         kv_bits=model.kv_bits or 0,
         adapters=tuple(model.adapters.items()),
         experts=model.experts,
-        kv_events=model.kv_events.endpoint,
-        kv_events_replay=model.kv_events.replay,
-        kv_events_topic=model.kv_events.topic,
+        kv_events=model.kv_events,
+        kv_events_replay=_replay_address(model.kv_events),
+        kv_events_topic=f"kv@{socket.gethostname()}@{model.name}" if model.kv_events else "",
         trust_remote_code=model.trust_remote_code,
         log_level=config.server.log_level,
         parser=model.parser,
@@ -128,10 +131,21 @@ def worker_spec(config: Config, model: ModelConfig, down: str = "", up: str = ""
         disk_cache_bytes=config.prefix_cache_bytes if has_disk else 0,
         disk_cache_tokens=DISK_MIN_TOKENS if has_disk else 0,
         media_bytes=config.media.max_size_bytes,
-        media_count=config.media.max_count,
         group=_group(model),
         keep_warm_s=model.keep_warm_s,
     )
+
+
+def _replay_address(events: str) -> str:
+    """Return the address at which missed events are replayed: the next port."""
+    match = KV_EVENTS_ADDRESS.fullmatch(events)
+    return f"tcp://{match[1]}:{int(match[2]) + 1}" if match is not None else ""
+
+
+def tells_prompts(events: str) -> bool:
+    """Whether other machines can reach an address of events, which reveal prompts."""
+    match = KV_EVENTS_ADDRESS.fullmatch(events)
+    return match is not None and not is_loopback(match[1].strip("[]"))
 
 
 def loads_alike(one: WorkerSpec, other: WorkerSpec) -> bool:
@@ -152,9 +166,9 @@ def _group(model: ModelConfig) -> GroupSpec | None:
         ranks,
         group.parallel,
         group.backend,
-        group.split,
+        (),
         tuple(HostSpec(host.ssh, host.ips, devices_of(host)) for host in group.launch.hosts),
-        group.python,
+        "",
         group.launch.envs,
         0 if model.memory_bytes == "auto" or set(ranks) == {LOCAL} else model.memory_bytes,
     )
@@ -196,8 +210,6 @@ def _problem(model: ModelConfig, group: GroupConfig) -> str:
     """Return the reason why a model's group cannot run as configured; empty if none is known."""
     if group.hosts and group.nodes:
         return "nodes are ranks of this machine alone, and hosts those of a host file: give one of them"
-    if group.python and not group.hosts:
-        return "python is of other machines, which a host file names: hosts = 'hosts.json'"
     if absent := [node for node in group.nodes if node != LOCAL]:
         return (
             f"nodes: {absent[0]!r} is not 'local': ranks on other machines are started over ssh, from a host file: "
@@ -206,8 +218,6 @@ def _problem(model: ModelConfig, group: GroupConfig) -> str:
     ranks = group.ranks
     if not 2 <= len(ranks) <= RANKS_MAX:
         return f"a group has from 2 to {RANKS_MAX} ranks, such as nodes = ['local', 'local']"
-    if group.split and len(group.split) != len(ranks):
-        return f"split: {list(group.split)} has {len(group.split)} numbers for {len(ranks)} ranks"
     if group.parallel == PIPELINE and group.backend == NCCL:
         return "NCCL in MLX cannot send from rank to rank: there is no pipeline over it"
     if group.backend == JACCL and len(set(ranks)) < len(ranks):
@@ -235,7 +245,7 @@ def _conflict(model: ModelConfig) -> str:
         "adapters": bool(model.adapters),
         "sparse_prefill": model.sparse_prefill > 0,
         "keep_warm": model.keep_warm_s > 0,
-        "kv_events": bool(model.kv_events.endpoint),
+        "kv_events": bool(model.kv_events),
         "experts": model.experts != "memory",
         "kind": model.kind not in (AUTO, TEXT),
     }
@@ -258,4 +268,4 @@ def model_problem(model: ModelConfig) -> str:
     group = model.group
     # `auto` is a ring without CUDA; with CUDA the worker decides.
     parallel, backend = resolve(config, group.parallel, group.backend, has_cuda=False)
-    return refusal(config, parallel, len(group.ranks), group.split, backend)
+    return refusal(config, parallel, len(group.ranks), backend=backend)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from gateway.config.experimental import experiments_of
 from gateway.config.settings import Config, ModelConfig
-from gateway.config.worker_spec_and_group import loads_alike, worker_spec
+from gateway.config.worker_spec_and_group import loads_alike, tells_prompts, worker_spec
 from gateway.disk_and_clock import SYSTEM_DISK, Disk
 from gateway.link.link import WorkerLink
 from gateway.model_files.known_times import KnownTimes
@@ -176,6 +176,8 @@ class Pool:
         if state is State.LOADING and (model := self._config.models.get(name)) is not None:
             for experiment in experiments_of(self._config.server, model):
                 log.info("model %s uses an experimental feature: %s", name, experiment)
+            if tells_prompts(model.kv_events):
+                log.warning("model %s: kv_events tells prompts to all that connect to %s", name, model.kv_events)
         if self.on_state is not None:
             self.on_state(name, state)
 

@@ -20,7 +20,6 @@ from starlette.types import ASGIApp
 
 from gateway.app import App, create_admin_app
 from gateway.config.settings import (
-    AudioConfig,
     BatchesConfig,
     Config,
     MediaConfig,
@@ -102,7 +101,6 @@ async def running(
     connections_max: int = sys.maxsize,
     verify: ssl.SSLContext | bool = True,
     media: MediaConfig | None = None,
-    audio: AudioConfig | None = None,
     batches: BatchesConfig | None = None,
     memory: MemoryConfig | None = None,
     upstreams: Sequence[UpstreamConfig] = (),
@@ -117,7 +115,6 @@ async def running(
         models={model.name: model for model in models or [ModelConfig(name="m", path="m")]},
         config_path=home / "mlxd.toml",
         media=media or MediaConfig(),
-        audio=audio or AudioConfig(),
         batches=batches or BatchesConfig(),
         memory=memory or MemoryConfig(),
         upstreams={upstream.name: upstream for upstream in upstreams},

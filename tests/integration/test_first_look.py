@@ -61,7 +61,7 @@ def test_an_absent_folder_is_told_by_check_and_is_no_reason_not_to_start(tmp_pat
         ("[memory]\nlog_level = 1", "'log_level' in [memory]; it belongs in [server]"),
         (
             "name = 1",
-            "unknown key 'name'; known keys: audio, batches, media, memory, models, server, ui, upstreams",
+            "unknown key 'name'; known keys: batches, media, memory, models, server, ui, upstreams",
         ),
     ],
 )

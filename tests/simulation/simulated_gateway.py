@@ -38,6 +38,7 @@ class SimulatedGateway:
         is_listening: asyncio.Event,
         disk: SimulatedDisk,
         upstreams: httpx.AsyncBaseTransport,
+        residency_s: float,
     ) -> None:
         self.world = world
         self.is_listening = is_listening
@@ -56,7 +57,7 @@ class SimulatedGateway:
             config,
             self.link,
             self.metrics,
-            limits=WorkerLimits(load_s=LOAD_TIMEOUT_S, load_bytes_per_s=math.inf),
+            limits=WorkerLimits(load_s=LOAD_TIMEOUT_S, load_bytes_per_s=math.inf, residency_s=residency_s),
             machine=world.machine,
             make_processes=self._make_processes,
             disk=self.disk,

@@ -38,7 +38,7 @@ from tests.simulation.simulated_disk import QUICK_S, DiskOfProcess, SimulatedDis
 from tests.simulation.simulated_gateway import LATE_S, SimulatedGateway
 from tests.simulation.simulated_upstreams import MODEL as UPSTREAM_MODEL
 from tests.simulation.simulated_upstreams import NAME as UPSTREAM
-from tests.simulation.simulated_upstreams import SimulatedUpstreams, upstream_config
+from tests.simulation.simulated_upstreams import PATIENCE_S, SimulatedUpstreams, upstream_config
 from tests.simulation.virtual_loop import NumberedTask, VirtualLoop
 from tests.simulation.world import GIB, Rates, Violated, World
 
@@ -211,7 +211,8 @@ class Story:
             request_timeout_s=random.choice((0.0, 0.0, 3.0)),
             response_store_bytes=1 << 26 if self._background_count else 0,
         )
-        memory = MemoryConfig(budget_bytes=random.choice((8, 12, 16)) * GIB, min_residency_s=random.choice((0.5, 5.0)))
+        memory = MemoryConfig(budget_bytes=random.choice((8, 12, 16)) * GIB)
+        self._residency_s = random.choice((0.5, 5.0))
         return Config(
             home=self.home,
             server=server,
@@ -247,9 +248,18 @@ class Story:
     def _make_gateway(self) -> SimulatedGateway:
         self.boots += 1
         gateway = SimulatedGateway(
-            self.world, self.config, self.boots, self.random, self._listening, self.disk, self.upstreams
+            self.world,
+            self.config,
+            self.boots,
+            self.random,
+            self._listening,
+            self.disk,
+            self.upstreams,
+            self._residency_s,
         )
-        gateway.app.services.admission.waiting_max = self._waiting_max
+        services = gateway.app.services
+        services.admission.waiting_max = self._waiting_max
+        services.upstreams.first_byte_s = services.upstreams.silence_s = PATIENCE_S
         return gateway
 
     # -- invariants ----------------------------------------------------------------------------------------------------

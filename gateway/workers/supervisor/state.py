@@ -52,6 +52,8 @@ class WorkerLimits:
     adopt_s: float = 10.0
     drain_s: float = 30.0
     resume: ResumeLimits = field(default_factory=ResumeLimits)
+    # A loaded model stays in memory at least this long, so that requests that waited for it reach it.
+    residency_s: float = 10.0
     # Memory is measured each `measure_interval_s`. The pressure level rises at most once per `squeeze_s`, and falls by
     # one after `relax_s` without pressure.
     measure_interval_s: float = 1.0

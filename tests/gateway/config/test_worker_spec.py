@@ -1,6 +1,7 @@
 """A worker's specification is made of its model's settings in one place: for the daemon, `verify` and `calibrate`."""
 
 import asyncio
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,6 @@ from gateway.config.settings import (
     CacheConfig,
     Config,
     GroupConfig,
-    KvEventsConfig,
     MediaConfig,
     ModelConfig,
     ServerConfig,
@@ -30,7 +30,7 @@ from tests.support.pool import short_home
 # Of one start: `epoch`, `memory_bytes` and `rank`, and how long a worker outlives its gateway.
 UNSET = {"epoch", "down", "up", "memory_bytes", "rank", "orphan_grace_s", "orphan_max_s"}
 # Without a setting.
-UNSET |= {"media_pixels", "prefill_chunk", "batching", "expert_cache_bytes"}
+UNSET |= {"media_pixels", "prefill_chunk", "batching", "expert_cache_bytes", "media_count"}
 MODEL = ModelConfig(
     name="m",
     path="p",
@@ -51,7 +51,7 @@ MODEL = ModelConfig(
     kv_bytes=1 << 29,
     kv_bits=8,
     experts="disk",
-    kv_events=KvEventsConfig("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "t"),
+    kv_events="tcp://127.0.0.1:1",
     keep_warm_s=300.0,
 )
 
@@ -60,7 +60,7 @@ MODEL = ModelConfig(
 def config() -> Iterator[Config]:
     """Settings of which each differs from its default as far as a worker is told of it."""
     with short_home() as home:
-        media = MediaConfig(max_size_bytes=2048, max_count=3)
+        media = MediaConfig(max_size_bytes=2048)
         yield Config(home, ServerConfig(log_level="debug"), {"m": MODEL}, home / "mlxd.toml", media=media)
 
 
@@ -71,13 +71,15 @@ def told(spec: WorkerSpec) -> set[str]:
 
 def test_a_specification_has_every_field_that_settings_decide(config: Config) -> None:
     spec = worker_spec(config, MODEL, "ipc://down", "ipc://up")
-    group = worker_spec(config, replace(MODEL, group=GroupConfig(("local", "local"), "pipeline", "ring", (1, 2))))
+    group = worker_spec(config, replace(MODEL, group=GroupConfig(("local", "local"), "pipeline", "ring")))
     assert group.group is not None
-    assert (group.group.nodes, group.group.split) == (("local", "local"), (1, 2))
+    assert group.group.nodes == ("local", "local")
     assert not group.disk_cache_dir
     everything = {field.name for field in fields(WorkerSpec)}
     assert told(spec) | {"group"} | UNSET == everything
     assert (spec.down, spec.up) == ("ipc://down", "ipc://up")
+    assert spec.kv_events_replay == "tcp://127.0.0.1:2"
+    assert spec.kv_events_topic == f"kv@{socket.gethostname()}@m"
     assert (spec.max_running, spec.log_level, spec.sparse_from) == (0, "debug", 8192)
 
 
