@@ -275,7 +275,7 @@ class Mlxd(Server):
         (self.home / "mlxd.toml").write_text(
             f'[server]\nport = {self.port}\nlog_level = "warning"\n\n'
             f'[models.bench]\npath = "{model}"\ndtype = "{dtype}"\nmax_running = {max_running}\npreload = true\n'
-            f'load_timeout_s = {load_timeout_s}\nspeculate = "{speculate}"\n'
+            f'speculate = "{speculate}"\n'
         )
 
     def command(self) -> list[str]:

@@ -276,10 +276,10 @@ def configuration(turn: int) -> str:
     """Return a configuration with another sampling default every turn, and a setting that restarts a worker every
     fourth turn.
     """
-    lines = ["[server]", "port = 0", "[memory]", f'budget = "{BUDGET}"', 'min_residency = "3s"']
+    lines = ["[server]", "port = 0", "[memory]", f'budget = "{BUDGET}"']
     for number, name in enumerate(MODELS):
-        chunk = 256 if number == turn // 4 % len(MODELS) and turn % 8 >= 4 else 512
-        lines += [f"[models.{name}]", 'path = "demo"', f'memory = "{SHARE}"', f"prefill_chunk = {chunk}"]
+        rows = 15 if number == turn // 4 % len(MODELS) and turn % 8 >= 4 else 16
+        lines += [f"[models.{name}]", 'path = "demo"', f'memory = "{SHARE}"', f"max_running = {rows}"]
         lines += [f"sampling = {{ temperature = {0.5 + turn % 5 / 10} }}"]
     return "\n".join(lines) + "\n"
 

@@ -31,7 +31,6 @@ from protocol.sockets import PathTooLong, check_path
 
 log = logging.getLogger(__name__)
 
-# None means JSON unless stderr is a terminal.
 # These errors end the daemon with exit status CANNOT_USE.
 UNUSABLE: Final = (HomeUnusable, CannotListen, TooFewFiles, PathTooLong, KeysUnusable, CertificateUnusable)
 
@@ -97,14 +96,11 @@ async def _serve(config: Config, read: Callable[[], Config], command: Command) -
 
 
 def _logs(config: Config) -> LogSinks:
-    server = config.server
-    if not server.log_file:
-        return LogSinks(server.log_level)
     try:
         file = RotatingFile(config.log_path)
     except OSError as error:
         raise HomeUnusable(f"cannot write {config.log_path}: {error.strerror}") from error
-    return LogSinks(server.log_level, file=file)
+    return LogSinks(config.server.log_level, file=file)
 
 
 def _parser() -> argparse.ArgumentParser:

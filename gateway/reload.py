@@ -46,7 +46,6 @@ FIXED: Final = (
     "port",
     "ollama_port",
     "tls",
-    "log_file",
     "otlp_endpoint",
 )
 
@@ -156,7 +155,7 @@ def changes(old: Config, new: Config) -> Iterator[str]:
     """Yield the keys with different values, such as `server.drain`. Models are compared only if both configurations
     have them.
     """
-    for name in ("server", "memory", "media", "audio", "batches", "ui"):
+    for name in ("server", "memory", "media", "batches", "ui"):
         yield from _differences(getattr(old, name), getattr(new, name), name)
     names = old.upstreams | new.upstreams
     yield from (f"upstreams.{name}" for name in names if old.upstreams.get(name) != new.upstreams.get(name))

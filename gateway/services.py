@@ -13,7 +13,7 @@ from gateway.access.keyring import KeyAddresses, Keyring
 from gateway.access.ledger import Ledger
 from gateway.access.rate_limit import LogSample, Throttle
 from gateway.access.usage import UsageFile
-from gateway.config.settings import Config, zone_of
+from gateway.config.settings import Config
 from gateway.disk_and_clock import SYSTEM_DISK, Disk, MakeThread, single_thread
 from gateway.http.capture import Captures
 from gateway.http.listen_and_tls import Tls
@@ -85,7 +85,7 @@ class Services(Runtime):
         live = LiveConfig(config, pool.ready_epoch)
         trail = AuditTrail(Audit(config.home, disk=disk), make_thread)
         _show(metrics, live, link, trail)
-        ledger = _ledger(live, disk)
+        ledger = Ledger(config.ledger_dir, disk=disk)
         keyring = Keyring(KeyFile(config.keys_path), metrics, clock, ledger=ledger)
         admission, requests, tasks = Admission(metrics.rejected, clock), Requests(), TaskSet(metrics.unhandled_error)
         meter = LoadMeter(pool, requests, admission, metrics)
@@ -144,14 +144,4 @@ def _show(metrics: Metrics, live: LiveConfig, link: WorkerLink, trail: AuditTrai
     """Let the metrics show what others count."""
     metrics.declare(live.config.models)
     metrics.unacked_aborts = lambda: link.unacked_aborts
-    metrics.has_vllm_names = lambda: live.config.server.metrics_compat == "vllm"
     metrics.audit_lines_lost = lambda: trail.lost
-
-
-def _ledger(live: LiveConfig, disk: Disk) -> Ledger:
-    """Return the usage of keys by month, in the time zone of the current configuration."""
-    return Ledger(
-        live.config.ledger_dir,
-        lambda: zone_of(live.config.server.time_zone),
-        disk=disk,
-    )

@@ -223,8 +223,10 @@ class ExpertIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
         return min(layer.experts, max(self.chosen, share))
 
-    def cache_bytes(self, wanted: int) -> int:
-        """Return the size in bytes of the cache that results from a requested size of `wanted` bytes."""
+    def cache_bytes(self, wanted: int = -1) -> int:
+        """Return the size in bytes of the cache that results from a requested size of `wanted` bytes; -1 means the
+        default.
+        """
         return sum(self.slots(layer, wanted) * layer.record_bytes for layer in self.layers)
 
 

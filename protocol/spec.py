@@ -16,6 +16,8 @@ LOCAL: Final = "local"
 DEFAULT_MAX_RUNNING: Final = 16
 # Maximum pixels of an image, according to its header. A larger image is never decoded.
 IMAGE_PIXELS_MAX: Final = 64_000_000
+# Maximum number of images, videos, audio clips and PDFs in a request.
+MEDIA_MAX: Final = 64
 
 
 class HostSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -148,7 +150,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     # Maximum bytes of one medium in a request.
     media_bytes: int = 32 * 1024 * 1024
     # Maximum number of media in a request.
-    media_count: int = 64
+    media_count: int = MEDIA_MAX
     # Maximum pixels of an image, according to its header.
     media_pixels: int = IMAGE_PIXELS_MAX
     # Drafts of next tokens: `auto` if measured to be faster, or `off`.
@@ -169,7 +171,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     kv_bits: int = 0
     # Default share of a prompt that a sparse prefill keeps; 0 means no sparse prefill.
     sparse_keep: float = 0.0
-    # Minimum length in tokens of a prompt that is prefilled sparsely.
+    # Minimum length in tokens of a prompt that is prefilled sparsely if the request names no share.
     sparse_from: int = 0
     # Place of the experts: `memory`, or `disk`, where a repacked model's experts are read when they are chosen.
     experts: str = "memory"

@@ -92,13 +92,13 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 def demo_daemon() -> Iterator[DaemonProcess]:
     """A daemon on the embedded model, for all tests that only ask it something.
 
-    Answers are greedy. The lane is taken unchecked, which saves a second a load: the check has tests of its own.
+    Answers are greedy.
     """
     with tempfile.TemporaryDirectory(prefix="mlxd-", dir="/tmp") as folder:
         home = Path(folder)
         (home / "mlxd.toml").write_text(
-            '[server]\nport = 0\n[models.demo]\npath = "demo"\naliases = ["claude-*"]\nbatching = "together"\n'
-            'sampling = { temperature = 0.0 }\n[models.small]\npath = "demo"\ncontext = 256\nbatching = "together"\n'
+            '[server]\nport = 0\n[models.demo]\npath = "demo"\naliases = ["claude-*"]\n'
+            'sampling = { temperature = 0.0 }\n[models.small]\npath = "demo"\ncontext = 256\n'
         )
         with DaemonProcess(home, module="gateway.main") as daemon:
             yield daemon

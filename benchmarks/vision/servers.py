@@ -54,7 +54,7 @@ async def mlxd(model: str) -> AsyncGenerator[Server, None]:
     """Start the daemon with one model: a folder, or the name of a model that it has."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="mlxd-") as home:
-        config = f'[server]\nport = {port}\n[models.{NAME}]\npath = "{model}"\nbatching = "together"\npreload = true\n'
+        config = f'[server]\nport = {port}\n[models.{NAME}]\npath = "{model}"\npreload = true\n'
         await asyncio.to_thread(Path(home, "mlxd.toml").write_text, config)
         command = [sys.executable, "-P", "-m", "gateway.main"]
         async with _running(command, blas.environment() | {"MLXD_HOME": home}, port, "/livez") as client:

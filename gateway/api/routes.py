@@ -637,6 +637,11 @@ _MLXD: Final = (
         "Get the metrics in Prometheus' text format. Once there are keys, one of role `metrics` or `admin` is needed.",
         str,
         needs_key=None,
+        parameters=(
+            Parameter(
+                "names", "query", {"enum": [health.VLLM_NAMES]}, "With `vllm`, list the series under vLLM's names too."
+            ),
+        ),
         media_type="text/plain",
     ),
 )

@@ -50,13 +50,13 @@ def experiments_of(server: ServerConfig, model: ModelConfig) -> list[Experiment]
 def _experiments_of(server: ServerConfig, model: ModelConfig) -> Iterator[Experiment]:
     if model.draft and (drafter := _drafter(model.draft)) is not None:
         yield drafter
-    if model.sparse_prefill.keep:
+    if model.sparse_prefill:
         yield SPARSE
     if model.group.backend == JACCL:
         yield JACCL_GROUP
     if model.experts == "disk":
         yield EXPERTS
-    if model.kv_events.endpoint:
+    if model.kv_events:
         yield KV_EVENTS
     if server.desktop is True or (server.desktop == "auto" and CAN_SEE_DESKTOP):
         yield DUTY_CYCLE

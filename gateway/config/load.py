@@ -7,7 +7,7 @@ Reads the tables `[upstreams.NAME]`, which configure other endpoints, and their 
 
 import difflib
 import importlib.util
-import re
+import os
 import ssl
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,11 +28,9 @@ from gateway.config.settings import (
     CONFIG_NAME,
     NAME_BYTES_MAX,
     NOT_IN_FILE,
-    AudioConfig,
     BatchesConfig,
     Config,
     ConfigError,
-    KvEventsConfig,
     MediaConfig,
     MemoryConfig,
     ModelConfig,
@@ -41,10 +39,9 @@ from gateway.config.settings import (
     TlsConfig,
     UiConfig,
     UpstreamConfig,
-    zone_of,
 )
 from gateway.config.source import ConfigSource
-from gateway.config.worker_spec_and_group import check_groups
+from gateway.config.worker_spec_and_group import KV_EVENTS_ADDRESS, check_groups
 from gateway.errors import ModelNotFound
 from gateway.model_files.hub_cache import cached_models
 from gateway.model_files.metadata import DEMOS
@@ -113,12 +110,24 @@ def _upstream(source: ConfigSource, name: str, body: Any, where: tuple[str, ...]
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise source.error(f"key_file: {key_file}: {reason}", (*where, "key_file")) from None
-    ca = str(source.path_of(far.ca)) if far.ca else ""
+    if reason := _bad_authorities():
+        raise source.error(reason, where)
+    return replace(far, url=far.url.rstrip("/"), key_file=key_file)
+
+
+def _bad_authorities() -> str:
+    """Return what is wrong with the file of authorities that the environment names; empty if nothing is.
+
+    OpenSSL reads the file whenever a client is made, and silently trusts nobody if it cannot.
+    """
+    path = os.environ.get("SSL_CERT_FILE", "")
+    if not path:
+        return ""
     try:
-        ssl.create_default_context(cafile=ca or None)
+        ssl.create_default_context(cafile=path)
     except (OSError, ValueError) as error:
-        raise source.error(f"ca: {ca} holds no certificates (PEM): {error}", (*where, "ca")) from None
-    return replace(far, url=far.url.rstrip("/"), key_file=key_file, ca=ca)
+        return f"the environment variable SSL_CERT_FILE: {path} holds no certificates (PEM): {error}"
+    return ""
 
 
 def read_secret(path: Path) -> str:
@@ -151,7 +160,6 @@ def _bad_url(upstream: UpstreamConfig) -> str:
 
 # The chat template is copied into the configuration and a worker's state file. The longest known templates have 20 KiB.
 TEMPLATE_BYTES_MAX: Final = 1024 * 1024
-_KV_EVENTS_ADDRESS: Final = re.compile(r"tcp://(\*|[\w.:\[\]-]+):(\d{1,5})")
 # Traces can be sent only if these packages are installed.
 _OTEL_PACKAGES: Final = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 
@@ -189,7 +197,6 @@ def load_config(
         config_path=source.path,
         memory=source.struct(raw.get("memory", {}), MemoryConfig, ("memory",)),
         media=structs.replace(media, folders=_folders(source, media.folders, ("media", "folders"))),
-        audio=source.struct(raw.get("audio", {}), AudioConfig, ("audio",)),
         batches=source.struct(raw.get("batches", {}), BatchesConfig, ("batches",)),
         ui=source.struct(raw.get("ui", {}), UiConfig, ("ui",)),
         upstreams=read_upstreams(source, raw.get("upstreams", {}), models),
@@ -218,13 +225,6 @@ def _server(source: ConfigSource, raw: Any, overrides: dict[str, Any]) -> Server
                 raise source.error(f"{key}: {value!r} {reason}", ("server", key))
     if server.prevent_sleep == "always" and not CAN_HOLD_AWAKE:
         raise source.error("prevent_sleep: 'always' is for macOS; set that in this system", ("server", "prevent_sleep"))
-    if server.body_memory_bytes != "auto" and server.body_memory_bytes < server.max_body_bytes:
-        message = f"body_memory: {server.body_memory_bytes} bytes hold no body of max_body ({server.max_body_bytes})"
-        raise source.error(message, ("server", "body_memory"))
-    try:
-        zone_of(server.time_zone)
-    except ValueError as error:
-        raise source.error(f"time_zone: {error}", ("server", "time_zone")) from None
     if reason := bad_endpoint(server.otlp_endpoint):
         raise source.error(f"otlp_endpoint: {reason}", ("server", "otlp_endpoint"))
     folders = _folders(source, server.adapter_folders, ("server", "adapter_folders"))
@@ -288,14 +288,12 @@ def _models(source: ConfigSource, raw: Any) -> dict[str, ModelConfig]:
         if reason := bad_name(name):
             raise source.error(f"model name {name!r} {reason}", where)
         models[name] = model = _model(source, name, body, where)
-        is_sparse = model.sparse_prefill.keep > 0
+        is_sparse = model.sparse_prefill > 0
         if model.draft and ((model.speculate == "off" and not is_sparse) or model.deterministic):
             other = "deterministic" if model.deterministic else "speculate = 'off'"
             raise source.error(f"draft: with {other} nothing is drafted", (*where, "draft"))
         if is_sparse and not model.draft:
             raise source.error("sparse_prefill: 'draft' names no model to choose tokens", (*where, "sparse_prefill"))
-        if model.deterministic and model.batching not in ("auto", "single"):
-            raise source.error("deterministic runs one request at a time: batching is 'single'", (*where, "batching"))
         if model.kv_bits and model.kind not in ("auto", "text"):
             raise source.error("kv_bits is for models that generate text", (*where, "kv_bits"))
         if model.keep_warm_s and (model.kind not in ("auto", "text") or model.experts == "disk"):
@@ -318,7 +316,7 @@ def _models(source: ConfigSource, raw: Any) -> dict[str, ModelConfig]:
 def _bad_experts(model: ModelConfig) -> str:
     """Return the reason why a model's experts cannot be stored as configured; empty if they can."""
     if model.experts == "memory":
-        return "" if model.expert_cache_bytes == "auto" else "expert_cache is for experts = 'disk'"
+        return ""
     if model.max_running == "auto" or model.max_running > RUNNING_MAX:
         return (
             f"max_running: with experts on disk at most {RUNNING_MAX} run at once; more need most experts in each step"
@@ -328,21 +326,16 @@ def _bad_experts(model: ModelConfig) -> str:
     return ""
 
 
-def _bad_kv_events(config: KvEventsConfig) -> str:
-    """Return the reason why events cannot be published under these settings; empty if they can."""
-    if config.replay and not config.endpoint:
-        return "replay: without an endpoint nothing is published"
-    for key, address in (("endpoint", config.endpoint), ("replay", config.replay)):
-        if not address:
-            continue
-        match = _KV_EVENTS_ADDRESS.fullmatch(address)
-        if match is None or not 0 < int(match[2]) < 1 << 16:
-            return f"{key}: {address!r} is no address such as tcp://127.0.0.1:5557"
-        # `localhost` does not count as local, because ZeroMQ cannot bind a socket to this name.
-        is_local = match[1] != "localhost" and is_loopback(match[1].strip("[]"))
-        if not is_local and not config.plain:
-            return f"{key}: events tell prompts to all that connect to {address}; plain = true allows it"
-    return ""
+def _bad_kv_events(address: str) -> str:
+    """Return the reason why events cannot be published at an address; empty if they can."""
+    if not address:
+        return ""
+    match = KV_EVENTS_ADDRESS.fullmatch(address)
+    # Missed events are replayed at the next port.
+    if match is None or not 0 < int(match[2]) < (1 << 16) - 1:
+        return f"kv_events: {address!r} is no address such as tcp://127.0.0.1:5557"
+    # ZeroMQ cannot bind a socket to this name.
+    return "kv_events: localhost is no address; write 127.0.0.1" if match[1] == "localhost" else ""
 
 
 def _model(source: ConfigSource, name: str, body: Any, where: tuple[str, ...]) -> ModelConfig:

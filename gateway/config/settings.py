@@ -9,7 +9,6 @@ import sys
 from datetime import date, datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Annotated, Final, Literal
-from zoneinfo import ZoneInfo
 
 from msgspec import Meta, Struct, structs
 
@@ -19,18 +18,8 @@ from protocol.spec import DEFAULT_MAX_RUNNING, LOCAL
 from protocol.to_worker import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN
 
 
-def zone_of(name: str) -> tzinfo | None:
-    """Look up an IANA time zone. An empty name gives None, which means the machine's own. Raises `ValueError`."""
-    if not name:
-        return None
-    try:
-        return ZoneInfo(name)
-    except (OSError, ValueError, LookupError):
-        raise ValueError(f"there is no time zone {name!r} here; write one as Europe/Berlin or UTC") from None
-
-
 def day_of(now: float, zone: tzinfo | None) -> date:
-    """Return the day of a Unix time."""
+    """Return the day of a Unix time. The zone None is the machine's own."""
     return datetime.fromtimestamp(now, zone).date()
 
 
@@ -61,10 +50,6 @@ class UpstreamConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     key_file: str = ""
     # Maps local names of models to the upstream's names.
     models: dict[str, str] = {}
-    # Maximum waits for the first byte of an answer, and from one part of it to the next.
-    first_byte_s: Seconds = 60.0
-    silence_s: Seconds = 120.0
-    ca: str = ""
     plain_http: bool = False
 
 
@@ -96,13 +81,9 @@ class GroupConfig(Struct, frozen=True, forbid_unknown_fields=True):
     # `tensor` gives each rank a part of every layer; `pipeline` gives each rank some whole layers.
     parallel: Literal["auto", "tensor", "pipeline"] = "auto"
     backend: Literal["auto", "ring", "nccl", "jaccl"] = "auto"
-    # Number of layers of each rank of a pipeline.
-    split: tuple[Annotated[int, Meta(ge=1)], ...] = ()
     # Host file of mlx.launch, for a group over several machines. Its path is relative to the configuration file, and
     # its first host is this machine.
     hosts: str = ""
-    # Path of the Python interpreter with mlxd on the other machines; empty means the same path as on this machine.
-    python: str = ""
     # Content of the host file.
     launch: HostFile = HostFile()
 
@@ -123,7 +104,6 @@ NAME_BYTES_MAX: Final = 200
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bytes = Annotated[int, Meta(ge=1)] | Literal["auto"]
-Connections = Annotated[int, Meta(ge=1, le=1 << 20)] | Literal["auto"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 PreventSleep = Literal["busy", "always", "never"]
 # Whether workers leave GPU time to the display. With `auto` they do so while a person uses the machine.
@@ -161,40 +141,25 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     ollama_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     tls: TlsConfig = TlsConfig()
     log_level: LogLevel = "info"
-    # Whether to write a log file in `home/logs`.
-    log_file: bool = True
     drain_s: Seconds = 30.0
     # Whether a Mac is kept awake: while requests run or a model loads, always, or never.
     prevent_sleep: PreventSleep = "busy"
     # Whether workers make short GPU submissions with pauses, so that a person can work at the machine.
     desktop: Desktop = "auto"
-    write_timeout_s: Seconds = 30.0
     max_body_bytes: Annotated[int, Meta(ge=1024, le=1 << 31)] = 32 * 1024 * 1024
-    # Maximum bytes of all request bodies in memory at once. A body counts until its request ends. `auto` is a fraction
-    # of the machine's memory.
-    body_memory_bytes: Bytes = "auto"
     request_timeout_s: Seconds = 0.0
     queue_timeout_s: Seconds = 600.0
-    # IANA time zone in which the days and months of budgets and usage begin; empty means the machine's time zone.
-    time_zone: str = ""
     # Maximum size of the stored answers of the Responses API, for each key. Clients can continue from a stored answer.
     # With 0 no answer is stored.
     response_store_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 * 1024 * 1024
-    # Maximum size of the journal from which a restarted daemon continues background responses. With 0 there is no
-    # journal.
-    response_journal_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 * 1024 * 1024
     # Proxies whose X-Forwarded-For header is trusted.
     trusted_proxies: tuple[str, ...] = ()
-    # Maximum number of connections. `auto` derives it from the limit of open files. One address may have a part of it.
-    max_connections: Connections = "auto"
     cors: tuple[str, ...] = ()
     # Host names under which clients may reach this machine, in addition to the loopback names. If the list is not
     # empty, every `Host` header is checked.
     hosts: tuple[str, ...] = ()
     # Whether `/metrics` requires a key that may read it, once any key exists.
     metrics_auth: bool = True
-    # `vllm` also exports metrics under vLLM's names.
-    metrics_compat: Literal["", "vllm"] = ""
     # `default` is the model for requests that name no model, and `small` that for requests of a vendor's small model.
     # If empty, those requests are refused.
     default: str = ""
@@ -207,8 +172,6 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     adapter_folders: tuple[str, ...] = ()
     # URL to which traces are sent, as OTLP over HTTP. If empty, no traces are made.
     otlp_endpoint: str = ""
-    # Name of this machine among others. Each answer has it in its header `x-mlxd-node`; empty means no header.
-    node: Annotated[str, Meta(max_length=200, pattern=r"^[A-Za-z0-9._-]*$")] = ""
 
 
 class SamplingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
@@ -250,28 +213,6 @@ class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     disk_bytes: Annotated[int, Meta(ge=0)] = 10 * 1024**3
 
 
-class SparsePrefillConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`sparse_prefill` of a model: the fraction of a long prompt that is computed if the request asks for it. The draft
-    model chooses the tokens. 0 means off.
-    """
-
-    keep: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    from_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] = 8192
-
-
-class KvEventsConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`kv_events` of a model: addresses at which its worker publishes changes of its prefix cache, for routers.
-
-    Events reveal prompts as token ids to every subscriber. Addresses that other machines can reach therefore need
-    `plain`.
-    """
-
-    endpoint: str = ""
-    replay: str = ""
-    topic: str = ""
-    plain: bool = False
-
-
 class FallbackConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`fallback` of a model: upstreams, in order, for requests that cannot be served here."""
 
@@ -291,10 +232,6 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     context: Annotated[int, Meta(ge=0)] = 0
     # Maximum number of concurrently generated sequences; `auto` is the best number that a calibration found.
     max_running: Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"] = DEFAULT_MAX_RUNNING
-    max_waiting: Annotated[int, Meta(ge=0, le=1_000_000)] = 1024
-    prefill_chunk: Annotated[int, Meta(ge=16, le=65536)] = 512
-    # Batch mode: how rows share a forward pass. `auto` is the mode that the self-check at load found to be exact.
-    batching: Literal["auto", "together", "equal", "single"] = "auto"
     # Whether a request computes the same shapes in every run: it runs alone, in chunks by position, from its first
     # token.
     deterministic: bool = False
@@ -303,13 +240,14 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     # Folder or repository of a draft model: a smaller model with the same tokenizer, or a drafter made for this model.
     # Empty means none.
     draft: str = ""
-    sparse_prefill: SparsePrefillConfig = SparsePrefillConfig()
+    # Fraction of a long prompt that is computed if the request asks for it. The draft model chooses the tokens. 0 means
+    # off.
+    sparse_prefill: Annotated[float, Meta(ge=0, le=1)] = 0.0
     # Task of the model: text generation, embeddings, scores of text pairs, or audio. `auto` derives the task from the
     # files.
     kind: Literal["auto", "text", "embed", "rerank", "audio"] = "auto"
     # Whether embeddings may be shortened even if the model's files do not declare that it was trained for this.
     matryoshka: bool = False
-    load_timeout_s: Seconds = 600.0
     sampling: SamplingDefaults = SamplingDefaults()
     thinking: ThinkingDefaults = ThinkingDefaults()
     profiles: dict[str, ProfileConfig] = {}
@@ -326,14 +264,10 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     # Bits of a quantized KV cache; None keeps the model's own precision. Quantization changes answers, and their
     # headers say so.
     kv_bits: Literal[8, 4] | None = None
-    # Log level of the model's worker; None uses the server's.
-    log_level: LogLevel | None = None
     # The model's share of the memory budget.
     memory_bytes: Bytes = "auto"
     # Where a model's experts are stored. `disk` needs a model folder made by `mlxctl repack`.
     experts: Literal["memory", "disk"] = "memory"
-    # Bytes of memory in which experts on disk are cached.
-    expert_cache_bytes: Bytes = "auto"
     # A pinned model is never unloaded to make room.
     pin: bool = False
     # The model is unloaded after this time without a request; 0 means never.
@@ -343,7 +277,9 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     keep_warm_s: Seconds = 0.0
     fallback: FallbackConfig = FallbackConfig()
     group: GroupConfig = GroupConfig()
-    kv_events: KvEventsConfig = KvEventsConfig()
+    # Address at which the worker publishes changes of its prefix cache, for routers. Missed changes can be replayed at
+    # the next port. Events reveal prompts as token ids to every subscriber. Empty means that nothing is published.
+    kv_events: str = ""
     # Files with chat requests whose prompts are put into the prefix cache after each load.
     warm: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
     # Whether the conversation with its newest answer is prefilled while the model is idle.
@@ -379,34 +315,22 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 class MemoryConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`[memory]`: the memory budget of all models together, and when one model may replace another."""
+    """`[memory]`: the memory budget of all models together, and the number of models."""
 
     budget_bytes: Bytes = "auto"
     # Maximum number of models in memory at the same time; 0 means no limit.
     max_loaded: Annotated[int, Meta(ge=0, le=10_000)] = 0
-    # A loaded model stays in memory at least this long, even if other models are requested.
-    min_residency_s: Seconds = 10.0
 
 
 class MediaConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`[media]`: limits of images, video, audio and PDFs in requests, and from where they may be fetched."""
 
-    # Maximum bytes of one image, video, audio clip or PDF, and maximum number of them in a request. With a vision model
-    # each page of a PDF counts as an image.
+    # Maximum bytes of one image, video, audio clip or PDF, and of a file to transcribe.
     max_size_bytes: Annotated[int, Meta(ge=1024, le=48 * 1024 * 1024)] = 32 * 1024 * 1024
-    max_count: Annotated[int, Meta(ge=0, le=4096)] = 64
     # `public` allows http and https URLs with addresses of the public internet; `off` allows none.
     urls: Literal["off", "public"] = "off"
     # Folders below which a `file:` URL may point.
     folders: tuple[str, ...] = ()
-
-
-class AudioConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`[audio]`: limits of transcriptions and translations."""
-
-    # Maximum bytes and maximum duration of an uploaded file.
-    max_size_bytes: Annotated[int, Meta(ge=1024, le=48 * 1024 * 1024)] = 25 * 1024 * 1024
-    max_duration_s: Annotated[float, Meta(gt=0, le=86400)] = 7200.0
 
 
 class BatchesConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -431,7 +355,6 @@ class Config(Struct, frozen=True):
     config_path: Path
     memory: MemoryConfig = MemoryConfig()
     media: MediaConfig = MediaConfig()
-    audio: AudioConfig = AudioConfig()
     batches: BatchesConfig = BatchesConfig()
     ui: UiConfig = UiConfig()
     upstreams: dict[str, UpstreamConfig] = {}

@@ -120,16 +120,59 @@ REMOVED: Final = {
     "server.response_store_age": "a stored response that is not used for 30 days is deleted",
     "server.unauthorized_rpm": "an address may send 300 requests without a valid key a minute",
     "server.max_connections_per_address": (
-        "one address may have half of max_connections; those in trusted_proxies may have all"
+        "one address may have half of all connections; those in trusted_proxies may have all"
     ),
+    "server.max_connections": (
+        "the limit of open files (ulimit -n), less a reserve, is the limit of connections; see docs/operations.md"
+    ),
+    "server.node": "mlxd sends no header x-mlxd-node; a proxy in front of it can add one; see docs/fleet.md",
+    "server.log_file": (
+        "the log is always written to logs/mlxd.log in the home; mlxctl logs -f prints it; stderr gets all of it on a "
+        "terminal, else starts, reloads and the end of the daemon"
+    ),
+    "server.time_zone": (
+        "the days and months of budgets and usage are those of the machine's time zone, which the environment variable "
+        "TZ changes"
+    ),
+    "server.metrics_compat": "GET /metrics?names=vllm has vLLM's names too; see docs/monitoring.md",
+    "server.body_memory": "the bodies of all requests together have a 64th of the machine's memory, at least 256 MiB",
+    "server.response_journal": (
+        "the journals of running background responses have at most 256 MiB; response_store = 0 writes none"
+    ),
+    "server.write_timeout": "a client that reads nothing of its answer for 30 seconds is disconnected",
     "server.capture_max": "captured requests take at most 64 MiB of the disk",
     "server.capture_age": "a captured request is deleted after one day",
     "media.max_pixels": "an image has at most 64,000,000 pixels",
     "media.in_flight": "the media of all requests together have at most 512 MiB",
     "media.fetch_timeout": "the URLs of a request are fetched within 10 seconds",
-    "audio.max_input": "a text to speak has at most 4,096 characters",
-    "audio.max_speech": "the speech of one request lasts at most 15 minutes",
+    "audio": (
+        "a file to transcribe has at most max_size of [media] and lasts at most 2 hours; a text to speak has at most "
+        "4,096 characters, and its speech lasts at most 15 minutes"
+    ),
+    "memory.min_residency": "a loaded model stays at least 10 seconds",
+    "media.max_count": "a request has at most 64 images, videos, audio clips and PDFs",
+    "upstreams.NAME.first_byte": "an answer must begin within 5 minutes",
+    "upstreams.NAME.silence": "a pause within an answer may last 5 minutes",
+    "upstreams.NAME.ca": (
+        "the environment variable SSL_CERT_FILE of the daemon names the file of authorities; see docs/upstreams.md"
+    ),
     "batches.age": "files and ended batches are deleted after 30 days; a file may have an expires_after of its own",
+    "models.NAME.max_waiting": "1,024 requests may wait beyond max_running; the next one gets a 429",
+    "models.NAME.prefill_chunk": "a step has at most 512 tokens of a prompt",
+    "models.NAME.batching": "the self-check of each load chooses the fastest exact batch mode; see docs/models.md",
+    "models.NAME.load_timeout": "a load may take 10 minutes, and a second more for each 50 MB of the weights",
+    "models.NAME.log_level": "workers have the log level of [server]",
+    "models.NAME.expert_cache": "a quarter of the experts on disk is cached in memory; see docs/experts.md",
+    "models.NAME.sparse_prefill.keep": "the part of a long prompt to compute is the value itself: sparse_prefill = 0.5",
+    "models.NAME.sparse_prefill.from_tokens": (
+        "prompts of fewer than 8,192 tokens are computed in full, unless the request names the part to compute"
+    ),
+    "models.NAME.kv_events.endpoint": 'the address is the value itself: kv_events = "tcp://127.0.0.1:5557"',
+    "models.NAME.kv_events.replay": "missed events are replayed at the port after that of the events",
+    "models.NAME.kv_events.topic": "the topic is kv@HOST@MODEL, with the name of this machine; see docs/fleet.md",
+    "models.NAME.kv_events.plain": "an address that other machines can reach is allowed, with a warning in the log",
+    "models.NAME.group.split": "the layers are divided as evenly as possible",
+    "models.NAME.group.python": "the interpreter on the other machines has the same path as on this one",
     "models.NAME.cache.disk_min_tokens": "prefixes of fewer than 512 tokens are not written to the disk",
 }
 # Tables whose tables have names that the file's author chooses.
@@ -207,6 +250,12 @@ class ConfigSource:
             inside = f" in [{'.'.join(where)}]" if where else ""
             raise self.error(f"unknown key {key!r}{inside}; {_hint(key, known)}", (*where, key))
 
+    def _refuse_removed(self, table: dict[str, Any], where: tuple[str, ...]) -> None:
+        """Refuse the first removed key of a table that is no table any more."""
+        for key in table:
+            if now := what_holds_now((*where, key)):
+                raise self.error(f"{key} is gone: {now}", (*where, key))
+
     def struct(self, raw: Any, struct: type[T], where: tuple[str, ...]) -> T:
         """Read a table as a struct. Raises `ConfigError`."""
         return self.convert(self.table(raw, struct, where), struct, where)
@@ -227,6 +276,8 @@ class ConfigSource:
                 raise self.error(f"{file_key(field)!r} is given twice", (*where, key))
             inner, at = types[field], (*where, key)
             is_table = _is_struct(inner) and isinstance(value, dict)
+            if isinstance(value, dict) and not is_table:
+                self._refuse_removed(cast(dict[str, Any], value), at)
             table[field] = self.table(value, inner, at) if is_table else self._value(field, value, at)
         return table
 

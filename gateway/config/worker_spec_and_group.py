@@ -6,12 +6,14 @@ settings and files is refused.
 
 import ipaddress
 import re
+import socket
 from pathlib import Path
 from typing import Final
 
 import msgspec
 from msgspec import structs
 
+from gateway.config.origins import is_loopback
 from gateway.config.settings import Config, GroupConfig, HostConfig, HostFile, ModelConfig
 from gateway.config.source import ConfigSource
 from gateway.model_files.metadata import Unreadable, find, read_config
@@ -80,8 +82,11 @@ def _check_variables(envs: tuple[str, ...]) -> None:
         raise ValueError(f"has more than {ENVS_BYTES_MAX} bytes of envs")
 
 
+KV_EVENTS_ADDRESS: Final = re.compile(r"tcp://(\*|[\w.:\[\]-]+):(\d{1,5})")
 # This limit is loose: the gateway bounds admission, and a new worker gets all running and waiting sequences together.
 WAITING_MAX: Final = 1 << 20
+# Shorter prompts are computed in full, unless the request names the part to keep.
+SPARSE_FROM_TOKENS: Final = 8192
 # Shorter prefixes are not written to the disk: reading them would save no time, and every write wears the disk.
 DISK_MIN_TOKENS: Final = 512
 
@@ -103,24 +108,21 @@ def worker_spec(config: Config, model: ModelConfig, down: str = "", up: str = ""
         context=model.context,
         max_running=0 if model.max_running == "auto" else model.max_running,
         max_waiting=WAITING_MAX,
-        prefill_chunk=model.prefill_chunk,
-        batching=model.batching,
         deterministic=model.deterministic,
         speculate=model.speculate,
         draft=model.draft,
-        sparse_keep=model.sparse_prefill.keep,
-        sparse_from=model.sparse_prefill.from_tokens if model.sparse_prefill.keep else 0,
+        sparse_keep=model.sparse_prefill,
+        sparse_from=SPARSE_FROM_TOKENS if model.sparse_prefill else 0,
         kind="" if model.kind == "auto" else model.kind,
         matryoshka=model.matryoshka,
         kv_bits=model.kv_bits or 0,
         adapters=tuple(model.adapters.items()),
         experts=model.experts,
-        kv_events=model.kv_events.endpoint,
-        kv_events_replay=model.kv_events.replay,
-        kv_events_topic=model.kv_events.topic,
-        expert_cache_bytes=-1 if model.expert_cache_bytes == "auto" else model.expert_cache_bytes,
+        kv_events=model.kv_events,
+        kv_events_replay=_replay_address(model.kv_events),
+        kv_events_topic=f"kv@{socket.gethostname()}@{model.name}" if model.kv_events else "",
         trust_remote_code=model.trust_remote_code,
-        log_level=model.log_level or config.server.log_level,
+        log_level=config.server.log_level,
         parser=model.parser,
         chat_template=model.chat_template,
         cache_bytes=-1 if model.cache.ram_bytes is None else model.cache.ram_bytes,
@@ -129,10 +131,21 @@ def worker_spec(config: Config, model: ModelConfig, down: str = "", up: str = ""
         disk_cache_bytes=config.prefix_cache_bytes if has_disk else 0,
         disk_cache_tokens=DISK_MIN_TOKENS if has_disk else 0,
         media_bytes=config.media.max_size_bytes,
-        media_count=config.media.max_count,
         group=_group(model),
         keep_warm_s=model.keep_warm_s,
     )
+
+
+def _replay_address(events: str) -> str:
+    """Return the address at which missed events are replayed: the next port."""
+    match = KV_EVENTS_ADDRESS.fullmatch(events)
+    return f"tcp://{match[1]}:{int(match[2]) + 1}" if match is not None else ""
+
+
+def tells_prompts(events: str) -> bool:
+    """Whether other machines can reach an address of events, which reveal prompts."""
+    match = KV_EVENTS_ADDRESS.fullmatch(events)
+    return match is not None and not is_loopback(match[1].strip("[]"))
 
 
 def loads_alike(one: WorkerSpec, other: WorkerSpec) -> bool:
@@ -153,9 +166,9 @@ def _group(model: ModelConfig) -> GroupSpec | None:
         ranks,
         group.parallel,
         group.backend,
-        group.split,
+        (),
         tuple(HostSpec(host.ssh, host.ips, devices_of(host)) for host in group.launch.hosts),
-        group.python,
+        "",
         group.launch.envs,
         0 if model.memory_bytes == "auto" or set(ranks) == {LOCAL} else model.memory_bytes,
     )
@@ -197,8 +210,6 @@ def _problem(model: ModelConfig, group: GroupConfig) -> str:
     """Return the reason why a model's group cannot run as configured; empty if none is known."""
     if group.hosts and group.nodes:
         return "nodes are ranks of this machine alone, and hosts those of a host file: give one of them"
-    if group.python and not group.hosts:
-        return "python is of other machines, which a host file names: hosts = 'hosts.json'"
     if absent := [node for node in group.nodes if node != LOCAL]:
         return (
             f"nodes: {absent[0]!r} is not 'local': ranks on other machines are started over ssh, from a host file: "
@@ -207,8 +218,6 @@ def _problem(model: ModelConfig, group: GroupConfig) -> str:
     ranks = group.ranks
     if not 2 <= len(ranks) <= RANKS_MAX:
         return f"a group has from 2 to {RANKS_MAX} ranks, such as nodes = ['local', 'local']"
-    if group.split and len(group.split) != len(ranks):
-        return f"split: {list(group.split)} has {len(group.split)} numbers for {len(ranks)} ranks"
     if group.parallel == PIPELINE and group.backend == NCCL:
         return "NCCL in MLX cannot send from rank to rank: there is no pipeline over it"
     if group.backend == JACCL and len(set(ranks)) < len(ranks):
@@ -232,12 +241,11 @@ def _conflict(model: ModelConfig) -> str:
     conflicts = {
         "draft": bool(model.draft),
         "deterministic": model.deterministic,
-        "batching": model.batching not in (AUTO, "together"),
         "kv_bits": model.kv_bits is not None,
         "adapters": bool(model.adapters),
-        "sparse_prefill": model.sparse_prefill.keep > 0,
+        "sparse_prefill": model.sparse_prefill > 0,
         "keep_warm": model.keep_warm_s > 0,
-        "kv_events": bool(model.kv_events.endpoint),
+        "kv_events": bool(model.kv_events),
         "experts": model.experts != "memory",
         "kind": model.kind not in (AUTO, TEXT),
     }
@@ -260,4 +268,4 @@ def model_problem(model: ModelConfig) -> str:
     group = model.group
     # `auto` is a ring without CUDA; with CUDA the worker decides.
     parallel, backend = resolve(config, group.parallel, group.backend, has_cuda=False)
-    return refusal(config, parallel, len(group.ranks), group.split, backend)
+    return refusal(config, parallel, len(group.ranks), backend=backend)

@@ -342,7 +342,7 @@ class DaemonEndpoints:
             epoch=view.epoch,
             since_s=round(view.since_s, 1),
             inside=services.admission.inside(view.name),
-            queue_bound=model.slots + model.max_waiting,
+            queue_bound=services.admission.bound(model),
             restarts=view.restarts,
             stage=view.stage,
             loaded_bytes=view.loaded_bytes,

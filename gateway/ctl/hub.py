@@ -224,9 +224,8 @@ def _print_lengths(info: ModelMetadata, echo: Callable[[str], None]) -> None:
 def _look(model: ModelConfig) -> ModelMetadata:
     """Inspect the model's files on this machine, or else on the hub. Raises `CommandFailed`."""
     try:
-        cache = -1 if model.expert_cache_bytes == "auto" else model.expert_cache_bytes
         folder = folder_of(model.path)
-        return inspect(folder, model.dtype, model.context, available_bytes(), model.kv_bits or 0, cache)
+        return inspect(folder, model.dtype, model.context, available_bytes(), model.kv_bits or 0)
     except Unreadable as error:
         if not is_repository(model.path):
             raise CommandFailed(str(error)) from None

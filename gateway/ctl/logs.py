@@ -34,7 +34,7 @@ def logs(
     """
     path = audit_path(default_home()) if audit else log_path(default_home())
     if not path.parent.exists():
-        raise CommandFailed(f"no log at {path}; does mlxd use another home (MLXD_HOME), or log_file = false?")
+        raise CommandFailed(f"no log at {path}; does mlxd use another home (MLXD_HOME)?")
     people = plain_audit if audit else plain
 
     def show(found: Iterable[str]) -> int:

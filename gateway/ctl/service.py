@@ -16,7 +16,16 @@ from gateway.ctl import logs, offline
 from gateway.ctl.client import NOT_RUNNING
 from gateway.ctl.tables import Json, print_json
 from gateway.service import installer, launchd, systemd
-from gateway.service.description import SYSTEM_PREFIX, Action, HostFacts, Scope, Service, ServiceManager, ServiceState
+from gateway.service.description import (
+    PASSED_VARIABLES,
+    SYSTEM_PREFIX,
+    Action,
+    HostFacts,
+    Scope,
+    Service,
+    ServiceManager,
+    ServiceState,
+)
 from gateway.service.installer import Installation, Owner, check_writers, launcher, version_of
 from gateway.state_dir import default_home
 
@@ -198,7 +207,17 @@ def _find(system: bool, run_as: str | None, *, needs_user: bool) -> Service:
         user_home=user_home,
         scope=scope,
         drain_s=_drain_s(home),
+        variables=_variables(),
     )
+
+
+def _variables() -> tuple[tuple[str, str], ...]:
+    """Return the variables of this environment that the service gets too. Raises `CommandFailed`."""
+    passed = {name: value for name in PASSED_VARIABLES if (value := os.environ.get(name))}
+    for name, value in passed.items():
+        if control := control_character(value):
+            raise CommandFailed(f"{name} has the control character {control}, which no service's file can hold")
+    return tuple(passed.items())
 
 
 def _drain_s(home: Path) -> float:

@@ -8,7 +8,7 @@ reads, and one answer for each request.
 | a piece of a head, of trailers or of framing that does not end | 64 KiB |
 | pipelined requests | 100, and 64 KiB beyond the packet that brought the first of them |
 | the rest of a body after its answer | 10 s, parsed up to 256 KiB, dropped up to 64 MiB |
-| an answer that is not read | `write_timeout` |
+| an answer that is not read | WRITE_TIMEOUT_S |
 """
 
 import asyncio

@@ -3,6 +3,7 @@ for a new one.
 """
 
 import logging
+import sys
 import time
 from asyncio import TimerHandle, Transport, get_running_loop
 from collections.abc import Callable
@@ -10,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from gateway.config.address import Address
-from gateway.config.settings import ServerConfig
 from gateway.request.routing import LiveConfig
 from gateway.telemetry.metrics import Metrics
 
@@ -33,9 +33,8 @@ ADMIN_MAX: Final = 32
 ADDRESS_PART: Final = 0.5
 
 REFUSAL_LOG_INTERVAL_S: Final = 60.0
-# Interval of checks if the write timeout is switched off.
-CHECK_INTERVAL_S: Final = 15.0
-CHECK_INTERVAL_MIN_S: Final = 0.01
+# A client that reads nothing of its answer for this long is disconnected.
+WRITE_TIMEOUT_S: Final = 30.0
 # Checking a batch of this size takes about a millisecond.
 CHECKS_PER_TURN: Final = 1000
 # A client is stalled if it has read nothing at this many consecutive checks.
@@ -97,11 +96,10 @@ class StallCheck:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of connections in total and per address, and how long an answer may stay unread (0 means forever)."""
+    """Limits of connections in total and per address."""
 
     total: int
     per_address: int
-    write_timeout_s: float
 
 
 @dataclass(slots=True)
@@ -220,14 +218,13 @@ class Connections:
         return False
 
     def _arm(self) -> None:
-        wait_s = max(CHECK_INTERVAL_MIN_S, self._bounds().write_timeout_s / 2 or CHECK_INTERVAL_S)
-        self._timer = get_running_loop().call_later(wait_s, self._check_all)
+        self._timer = get_running_loop().call_later(WRITE_TIMEOUT_S / STALLS_MAX, self._check_all)
 
     def _check_all(self) -> None:
         # One timer serves all connections.
         self._timer = None
         if self._open:
-            self._check_next(list(self._open) if self._bounds().write_timeout_s else [])
+            self._check_next(list(self._open))
 
     def _check_next(self, connections: list[LimitedConnection]) -> None:
         # Connections are checked in small batches, so that streams can continue in between.
@@ -242,36 +239,34 @@ class Connections:
 
 
 def public_connections(
-    live: LiveConfig, metrics: Metrics, files: int, address_part: float = ADDRESS_PART
+    live: LiveConfig,
+    metrics: Metrics,
+    files: int,
+    address_part: float = ADDRESS_PART,
+    connections_max: int = sys.maxsize,
 ) -> Connections:
-    """Make the registry for connections of the public API. `files` is the limit of open files. Raises `TooFewFiles`."""
+    """Make the registry for connections of the public API. `files` is the limit of open files, and there are at most
+    `connections_max` connections. Raises `TooFewFiles`.
+    """
     room = room_for_clients(files, len(live.config.models))
     if room < CLIENTS_MIN:
         raise TooFewFiles(
             f"at most {files} files may be open, and mlxd needs {files - room} for itself and its workers and "
             f"{CLIENTS_MIN} for clients: raise the limit, for example with ulimit -n 4096"
         )
-    configured = live.config.server.max_connections
-    if configured != "auto" and configured > room:
-        log.warning("max_connections is %d, but the limit of %d open files leaves %d", configured, files, room)
 
     def bounds() -> Bounds:
-        return _bounds(live.config.server, len(live.config.models), files, address_part)
+        total = min(room_for_clients(files, len(live.config.models)), connections_max)
+        return Bounds(total, int(total * address_part))
 
     return Connections(PUBLIC, bounds, metrics, lambda address: live.proxies.trusts(address))
 
 
 def admin_connections(live: LiveConfig, metrics: Metrics) -> Connections:
     """Make the registry for connections of the admin socket: few, and not counted by address."""
-    return Connections(ADMIN, lambda: Bounds(ADMIN_MAX, ADMIN_MAX, live.config.server.write_timeout_s), metrics)
+    return Connections(ADMIN, lambda: Bounds(ADMIN_MAX, ADMIN_MAX), metrics)
 
 
 def room_for_clients(files: int, models: int) -> int:
     """Return how many connections of clients a limit of open files leaves room for."""
     return files - max(RESERVED_FILES + FILES_PER_WORKER * min(models, WORKERS_COUNTED), files // RESERVED_FILES_PART)
-
-
-def _bounds(server: ServerConfig, models: int, files: int, address_part: float) -> Bounds:
-    room = room_for_clients(files, models)
-    total = room if server.max_connections == "auto" else min(room, server.max_connections)
-    return Bounds(total, int(total * address_part), server.write_timeout_s)

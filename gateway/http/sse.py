@@ -14,6 +14,7 @@ from typing import Final, Protocol, Self
 from starlette.types import Receive, Send
 
 from gateway.errors import ApiError, InternalError
+from gateway.http import connection_limits
 from gateway.http.bodies import CLIENT_CLOSED, SLICE_BYTES, ResponseSender, send_parts
 from gateway.request.generation import Generation
 from gateway.request.record import ChunkWriter, Header, RequestRecord
@@ -105,10 +106,10 @@ class StreamWatch:
     cancellation; `reason` says why it cancelled.
     """
 
-    def __init__(self, receive: Receive, write_timeout_s: float) -> None:
+    def __init__(self, receive: Receive, write_timeout_s: float | None = None) -> None:
         self.reason: str | None = None
         self._receive = receive
-        self._write_timeout_s = write_timeout_s
+        self._write_timeout_s = connection_limits.WRITE_TIMEOUT_S if write_timeout_s is None else write_timeout_s
         # True while the task is in `send`, which blocks if the client does not read.
         self.is_sending = False
         self.sent = 0
@@ -126,8 +127,7 @@ class StreamWatch:
         self._loop = asyncio.get_running_loop()
         self._is_active = True
         self._watcher = asyncio.create_task(self._watch())
-        if self._write_timeout_s:
-            self._arm()
+        self._arm()
         return self
 
     async def __aexit__(
@@ -329,7 +329,6 @@ async def respond_stream(
     record: RequestRecord,
     receive: Receive,
     send: Send,
-    write_timeout_s: float,
     pace: StreamTiming = DEFAULT_PACE,
     kind: bytes = EVENTS,
     on_progress: EncodeProgress | None = None,
@@ -342,7 +341,7 @@ async def respond_stream(
     Raises `ApiError` only before the status is sent; returns a later error.
     """
     error: ApiError | None = None
-    async with cut_off(record, receive, write_timeout_s) as watch:
+    async with cut_off(record, receive) as watch:
         # The stream runs in a separate task, so that each token wakes a few frames instead of the whole app.
         stream = _ResponseStream(generation, encoder, send, watch, pace, record.writer, kind, on_progress, slice_events)
         error = await asyncio.create_task(stream.run())
@@ -387,9 +386,9 @@ async def folded(generation: Generation, fold: Fold) -> bytes:
 
 
 @asynccontextmanager
-async def cut_off(record: RequestRecord, receive: Receive, write_timeout_s: float = 0) -> AsyncGenerator[StreamWatch]:
+async def cut_off(record: RequestRecord, receive: Receive) -> AsyncGenerator[StreamWatch]:
     """Cancel the block if its client leaves or stalls, record the cause, and continue after the block."""
-    async with StreamWatch(receive, write_timeout_s) as watch:
+    async with StreamWatch(receive) as watch:
         yield watch
     if watch.reason is not None:
         note_cut(record, watch.reason)

@@ -4,7 +4,7 @@
 |---|---|
 | a message | `max_body`, 120 s, 4,096 fragments; beyond 64 KiB its memory is reserved as it arrives |
 | messages that were not processed yet | one read of the socket, after which reading pauses |
-| a client that does not read | `write_timeout`; its own messages and pings are not read meanwhile |
+| a client that does not read | WRITE_TIMEOUT_S; its own messages and pings are not read meanwhile |
 """
 
 import asyncio
@@ -38,7 +38,7 @@ log.setLevel(logging.CRITICAL)
 
 KEY: Final = "mlxd.websocket"
 # The client's machine acknowledges pings even if the client does not answer them. A machine that is gone does not, and
-# its connection is dropped after `write_timeout`.
+# its connection is dropped after WRITE_TIMEOUT_S.
 PING_INTERVAL_S: Final = 20.0
 FRAGMENTS_MAX: Final = 4096
 # Limits of the library's own parser for heads. A longer head is left to the HTTP parser.

@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from gateway.config.settings import MediaConfig
 from gateway.errors import BadRequest, Unavailable
+from gateway.media import read_media
 from gateway.media.media_reference import DOCUMENT, IMAGE
 from gateway.media.pdf_process import PdfAnswer, PdfOrder, PdfPageContent, PdfPages, PdfRefusal
 from gateway.media.read_media import MediaLease, digest_of
@@ -246,7 +247,7 @@ async def with_pages(prompt: ChatPrompt, reading: DocumentReader) -> tuple[ChatP
     for index in [*(at for at in documents if at not in past), *sorted(past, reverse=True)]:
         document = prompt.media[index]
         try:
-            pages[index] = read = await _read(document, reading, reading.settings.max_count - pictures)
+            pages[index] = read = await _read(document, reading, read_media.COUNT_MAX - pictures)
             pictures += len(read)
         except _NotRead as error:
             if index not in past:

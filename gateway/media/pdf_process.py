@@ -99,7 +99,7 @@ def _refusal(pages: int, order: PdfOrder) -> PdfRefusal | None:
     if order.pictures_max is not None and pages > order.pictures_max:
         reason = (
             f"it has {pages} pages, each of which the model also gets as a picture; {order.pictures_max} more pictures "
-            "are taken in this request (operator: [media] max_count)"
+            "are taken in this request"
         )
         return PdfRefusal(reason, has_too_many=True)
     return None

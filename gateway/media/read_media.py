@@ -27,6 +27,7 @@ from gateway.media.host_names import HostNames
 from gateway.media.media_reference import DATA, IMAGE, STORED, FetchFailed, Reference, TooManyBytes
 from gateway.telemetry.metrics import MediaNumbers
 from protocol.codec import MAX_FRAME_BYTES
+from protocol.spec import MEDIA_MAX
 from protocol.to_worker import ChatPrompt, Media
 
 IN_FLIGHT_BYTES_MAX: Final = 512 * 1024 * 1024
@@ -98,6 +99,8 @@ class MediaLease:
 
 
 # vLLM's prefix for a video as a list of JPEG files, separated by commas, which needs no video decoder.
+# With a vision model each page of a PDF counts as an image.
+COUNT_MAX: Final = MEDIA_MAX
 FRAMES: Final = "data:video/jpeg;base64,"
 FRAMES_MAX: Final = 2048
 _SPACE: Final = str.maketrans("", "", " \t\r\n")
@@ -247,7 +250,7 @@ async def resolve(prompt: ChatPrompt, reading: MediaReader, optional: AbstractSe
     are read.
     """
     references = cast(tuple[Reference, ...], prompt.media)
-    limit = reading.settings.max_count
+    limit = COUNT_MAX
     required = [reference for index, reference in enumerate(references) if index not in optional]
     if len(required) > limit:
         raise too_many(len(required), limit, required[limit].param)

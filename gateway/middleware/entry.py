@@ -74,8 +74,6 @@ class EntryMiddleware:
             receive, send = recorder.receive, recorder.send
         else:
             record.writer = writer_of(scope)
-        if node := self._services.config.server.node:
-            record.always.append((b"x-mlxd-node", node.encode()))
         answer = ResponseSender(send, record)
         try:
             if scope["type"] == "http" and is_websocket_handshake(record.method, headers):

@@ -192,9 +192,7 @@ def kind_of_files(path: str) -> str:
         return ""
 
 
-def inspect(
-    folder: Path, dtype: str, context: int, available_bytes: int, kv_bits: int = 0, expert_cache_bytes: int = -1
-) -> ModelMetadata:
+def inspect(folder: Path, dtype: str, context: int, available_bytes: int, kv_bits: int = 0) -> ModelMetadata:
     """Inspect a model's folder. The other arguments are the model's settings and the free memory. Raises
     `Unreadable`.
     """
@@ -207,7 +205,7 @@ def inspect(
         index = read_index(folder)
     except ValueError as error:
         raise Unreadable(str(error)) from None
-    held, total = index.cache_bytes(expert_cache_bytes), index.total_bytes
+    held, total = index.cache_bytes(), index.total_bytes
     weights = replace(weights, disk_bytes=weights.disk_bytes + total, loaded_bytes=weights.loaded_bytes + held)
     info = estimate(str(folder), config, weights, context, available_bytes, files, kv_bits)
     return replace(info, expert_cache_bytes=held, expert_bytes=total)

@@ -1,4 +1,4 @@
-"""Admission to a model's queue: at most `max_running + max_waiting` concurrent sequences, within each key's share.
+"""Admission to a model's queue: at most `max_running` and WAITING_MAX concurrent sequences, within each key's share.
 
 Gate for requests of batches: whether they may start now, so that they take nothing from other requests.
 
@@ -21,6 +21,8 @@ from gateway.telemetry.metrics import Metrics
 from gateway.workers.pool import Pool
 from gateway.workers.power import is_on_battery, run_tool
 
+# Maximum number of sequences that wait in a model's queue.
+WAITING_MAX: Final = 1024
 RETRY_AFTER_MIN_S: Final = 1.0
 RETRY_AFTER_MAX_S: Final = 60.0
 DRAIN_RETRY_AFTER_S: Final = 5.0
@@ -51,6 +53,7 @@ class Admission:
     def __init__(
         self, on_rejection: Callable[[str, str], None] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self.waiting_max = WAITING_MAX
         self._on_rejection = on_rejection
         self._clock = clock
         self._queues: defaultdict[str, _Queue] = defaultdict(_Queue)
@@ -117,7 +120,7 @@ class Admission:
         """Raises `BadRequest` if the request has more sequences than the model's queue, or the key's share of it, can
         ever hold.
         """
-        most = _part(model.slots + model.max_waiting, share)
+        most = _part(self.bound(model), share)
         if sequences > most:
             self._reject(model.name, "too_many_sequences")
             whose = model.name if share == 100 else f"{model.name}, for one key,"
@@ -127,6 +130,10 @@ class Admission:
     def is_idle(self) -> bool:
         """Whether no model has a request. Those of batches do not count, because they have no lease."""
         return not any(queue.inside for queue in self._queues.values())
+
+    def bound(self, model: ModelConfig) -> int:
+        """Return the maximum number of sequences of `model` that may run and wait."""
+        return model.slots + self.waiting_max
 
     def inside(self, model: str) -> int:
         """Return the number of sequences of `model` that have a lease now."""
@@ -149,7 +156,7 @@ class Admission:
                 del queue.by_key[key]
 
     def _admit(self, model: ModelConfig, sequences: int, key: str, share: int) -> _Queue:
-        queue, bound = self._queues[model.name], model.slots + model.max_waiting
+        queue, bound = self._queues[model.name], self.bound(model)
         self.check_open(model.name)
         self.check(model, sequences, share)
         if queue.inside + sequences > bound:

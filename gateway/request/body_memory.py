@@ -20,16 +20,19 @@ LARGE_BYTES: Final = 64 * 1024
 # A request waits at most this long for memory for its body. After that it is refused.
 MEMORY_WAIT_S: Final = 5.0
 RETRY_AFTER_S: Final = 2.0
-# The limit for `auto` is the machine's memory divided by this.
-_AUTO_DIVISOR: Final = 64
-_AUTO_MIN_BYTES: Final = 256 * 1024 * 1024
+# The bodies of all requests together may have this part of the machine's memory.
+_MEMORY_DIVISOR: Final = 64
+_MEMORY_MIN_BYTES: Final = 256 * 1024 * 1024
+
+
+def part_of_machine_bytes() -> int:
+    """Return the part of the machine's memory for request bodies."""
+    return max(psutil.virtual_memory().total // _MEMORY_DIVISOR, _MEMORY_MIN_BYTES)
 
 
 def memory_bytes(server: ServerConfig) -> int:
-    """Return the memory limit of all request bodies together."""
-    if server.body_memory_bytes != "auto":
-        return server.body_memory_bytes
-    return max(psutil.virtual_memory().total // _AUTO_DIVISOR, _AUTO_MIN_BYTES, server.max_body_bytes)
+    """Return the memory limit of all request bodies together. One body of the maximum size always has room."""
+    return max(part_of_machine_bytes(), server.max_body_bytes)
 
 
 def share_bytes(server: ServerConfig, has_others: bool) -> int:

@@ -20,6 +20,10 @@ LABEL: Final = "dev.mlxd.gateway"
 PATH: Final = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 
 
+# The file of authorities that HTTPS clients trust, and the time zone of budgets and usage. Neither is a secret.
+PASSED_VARIABLES: Final = ("SSL_CERT_FILE", "TZ")
+
+
 class Scope(StrEnum):
     """Owner of the service: the machine, which runs it before any login, or the logged-in user."""
 
@@ -37,6 +41,8 @@ class Service(Struct, frozen=True):
     user_home: Path
     scope: Scope
     drain_s: float = 30.0
+    # More environment variables: those of PASSED_VARIABLES that were set when the service was installed.
+    variables: tuple[tuple[str, str], ...] = ()
     # `mlxctl selftest` installs a service of its own beside the user's. Only launchd's module knows other labels.
     label: str = LABEL
 
@@ -53,7 +59,7 @@ class Service(Struct, frozen=True):
     @property
     def environment(self) -> dict[str, str]:
         """All environment variables of the service. Every other setting belongs in the configuration file."""
-        return {"HOME": str(self.user_home), "PATH": PATH, "MLXD_HOME": str(self.home)}
+        return {"HOME": str(self.user_home), "PATH": PATH, "MLXD_HOME": str(self.home), **dict(self.variables)}
 
 
 class WriteFile(Struct, frozen=True, tag="Write"):

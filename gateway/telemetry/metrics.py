@@ -388,7 +388,6 @@ class Metrics:
         self.pace_duty: Callable[[], float] = lambda: 1.0
         self.unacked_aborts: Callable[[], int] = int
         self.audit_lines_lost: Callable[[], int] = int
-        self.has_vllm_names: Callable[[], bool] = bool
 
     def model(self, name: str) -> ModelMetrics:
         """Return the metrics of a model by its resolved name."""

@@ -118,11 +118,14 @@ _GAUGES: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], float]"], ...]] =
 
 
 class Exposition:
-    """Renderer of `/metrics`. A scrape reads the current metrics of the gateway and of its process."""
+    """Renderer of `/metrics`. A scrape reads the current metrics of the gateway and of its process.
 
-    def __init__(self, metrics: Metrics) -> None:
+    With `has_vllm_names` the series that vLLM also has are listed a second time under its names.
+    """
+
+    def __init__(self, metrics: Metrics, *, has_vllm_names: bool = False) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_OfMetrics(metrics))
+        self._registry.register(_OfMetrics(metrics, has_vllm_names))
         ProcessCollector(registry=self._registry)
 
     def text(self) -> bytes:
@@ -138,12 +141,13 @@ class Exposition:
 class _OfMetrics(Collector):
     """Collector that reads `Metrics` at each scrape."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, has_vllm_names: bool) -> None:
         self._metrics = metrics
+        self._has_vllm_names = has_vllm_names
 
     def collect(self) -> Iterator[Metric]:
         families = self._families()
-        if not self._metrics.has_vllm_names():
+        if not self._has_vllm_names:
             return families
         return chain(
             with_vllm_names(families), [lora_requests(self._metrics.models), cache_config(self._metrics.models)]
@@ -405,8 +409,10 @@ class ScrapeText:
     With many models and keys a rendering takes tens of milliseconds, so the loop runs other tasks after each family.
     """
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
-        self._exposition = Exposition(metrics)
+    def __init__(
+        self, metrics: Metrics, *, has_vllm_names: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._exposition = Exposition(metrics, has_vllm_names=has_vllm_names)
         self._clock = clock
         self._lock = asyncio.Lock()
         # `_text` is None after a failed rendering.

@@ -26,7 +26,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.control_types import DaemonStatus, MemoryStatus, ModelStatus, RequestView
-from gateway.errors import ApiError, BadRequest, Overloaded
+from gateway.errors import BadRequest, Overloaded
 from gateway.http.bodies import json_response
 from gateway.http.sse import HEADERS, StreamWatch, cut_off
 from gateway.model_files.pull_queue import PullQueue, PullStatus
@@ -125,10 +125,8 @@ _TEXT_MAX: Final = 200
 
 async def list_log_lines(services: Services, request: Request) -> Response:
     """Answer `GET /ui/api/logs`."""
-    query, config = request.query_params, services.config
-    if not config.server.log_file:
-        raise ApiError(404, "[server] log_file is off: the log goes to stderr.", code="no_log_file")
-    lines = await asyncio.to_thread(last_lines, config.log_path, _count(query), _filter(query))
+    query = request.query_params
+    lines = await asyncio.to_thread(last_lines, services.config.log_path, _count(query), _filter(query))
     return json_response(LogLines([_line(fields) for line in lines if (fields := read_line(line)) is not None]))
 
 
@@ -312,7 +310,7 @@ class Feed:
             raise Overloaded(f"{VIEWERS_MAX} pages view already. Close one.", 10.0)
         wants_log = QueryParams(scope["query_string"]).get("log") == "1"
         viewer = _Viewer(session_of(scope), wants_log, record_of(scope).writer)
-        async with cut_off(record_of(scope), receive, self._services.config.server.write_timeout_s) as watch:
+        async with cut_off(record_of(scope), receive) as watch:
             self._join(viewer)
             try:
                 await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS]})

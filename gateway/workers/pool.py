@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from gateway.config.experimental import experiments_of
 from gateway.config.settings import Config, ModelConfig
-from gateway.config.worker_spec_and_group import loads_alike, worker_spec
+from gateway.config.worker_spec_and_group import loads_alike, tells_prompts, worker_spec
 from gateway.disk_and_clock import SYSTEM_DISK, Disk
 from gateway.link.link import WorkerLink
 from gateway.model_files.known_times import KnownTimes
@@ -176,6 +176,8 @@ class Pool:
         if state is State.LOADING and (model := self._config.models.get(name)) is not None:
             for experiment in experiments_of(self._config.server, model):
                 log.info("model %s uses an experimental feature: %s", name, experiment)
+            if tells_prompts(model.kv_events):
+                log.warning("model %s: kv_events tells prompts to all that connect to %s", name, model.kv_events)
         if self.on_state is not None:
             self.on_state(name, state)
 
@@ -371,7 +373,7 @@ class Pool:
         if worker is not None:
             # A removed model was added again before its worker stopped: two workers of one name must not run.
             self._removed.discard(model.name)
-            worker.change(self._spec(model), model.load_timeout_s, is_preload=model.preload, is_reload=True)
+            worker.change(self._spec(model), is_preload=model.preload, is_reload=True)
         else:
             assert self._effects is not None, "start() comes first"
             worker = self._workers[model.name] = self._make(model, self._effects)
@@ -383,7 +385,7 @@ class Pool:
         """Apply changed settings to a worker. Return whether it is resident and restarted."""
         worker, spec = self._workers[model.name], self._spec(model)
         is_other = self._loads_otherwise(old, before, self._config, model)
-        worker.change(spec, model.load_timeout_s, is_preload=model.preload, is_reload=is_other)
+        worker.change(spec, is_preload=model.preload, is_reload=is_other)
         if model.preload and not before.preload:
             self._run_task(_preload(worker))
         return is_other and worker.is_resident
@@ -409,7 +411,7 @@ class Pool:
         return self._tasks.create_task(work)
 
     def _make(self, model: ModelConfig, effects: Effects) -> Worker:
-        return Worker(self._spec(model), effects, load_timeout_s=model.load_timeout_s, is_preload=model.preload)
+        return Worker(self._spec(model), effects, is_preload=model.preload)
 
     async def _grant_memory(self, orphans: asyncio.Task[None]) -> None:
         """Start to grant memory after the unwanted workers of an earlier gateway have exited."""

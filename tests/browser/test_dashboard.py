@@ -276,7 +276,7 @@ def downloading(
     with short_home() as home, Hub({"org/tiny": model_repo(model_folder("qwen3"))}) as hub:
         for name, value in hub.environ(tmp_path / "hub").items():
             monkeypatch.setenv(name, value)
-        (home / "mlxd.toml").write_text(f"[server]\nport = 0\nlog_file = false\n{memory}")
+        (home / "mlxd.toml").write_text(f"[server]\nport = 0\n{memory}")
         with DaemonProcess(home, module="gateway.main") as daemon:
             yield daemon, hub
 

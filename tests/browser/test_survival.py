@@ -12,7 +12,7 @@ from gateway.access.key import Key, KeyFile
 from tests.browser.conftest import SCRIPTED_DAEMON, Visit, Visiting, code_of
 from tests.browser.test_chat import told
 from tests.browser.waiting import until
-from tests.support.daemon import DaemonProcess, write_config
+from tests.support.daemon import DaemonProcess, refuse_journals, write_config
 from tests.support.pool import short_home
 
 TOKENS = 400
@@ -225,7 +225,8 @@ class LateAnswer:
 
 def test_a_gateway_that_restarts_without_a_journal_loses_no_conversation(visiting: Visiting) -> None:
     with short_home() as home:
-        write_config(home, ("a",), server="response_journal = 0")
+        write_config(home, ("a",))
+        refuse_journals(home)
         with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON) as daemon:
             port = daemon.url.rpartition(":")[2]
             visit = visiting(daemon, expected=LOST)

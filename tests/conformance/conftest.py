@@ -21,11 +21,9 @@ port = 0
 [models.demo]
 path = "demo"
 aliases = ["{alias}"]
-batching = "together"
 sampling = {{ temperature = 0.0{sampling} }}
 [models.demo-vision]
 path = "demo-vision"
-batching = "together"
 sampling = {{ temperature = 0.0 }}
 """
 

@@ -20,7 +20,6 @@ from starlette.types import ASGIApp
 
 from gateway.app import App, create_admin_app
 from gateway.config.settings import (
-    AudioConfig,
     BatchesConfig,
     Config,
     MediaConfig,
@@ -99,9 +98,9 @@ async def running(
     protocol: type[GuardedProtocol] = GuardedProtocol,
     handshake_s: float = HANDSHAKE_S,
     address_part: float = ADDRESS_PART,
+    connections_max: int = sys.maxsize,
     verify: ssl.SSLContext | bool = True,
     media: MediaConfig | None = None,
-    audio: AudioConfig | None = None,
     batches: BatchesConfig | None = None,
     memory: MemoryConfig | None = None,
     upstreams: Sequence[UpstreamConfig] = (),
@@ -116,7 +115,6 @@ async def running(
         models={model.name: model for model in models or [ModelConfig(name="m", path="m")]},
         config_path=home / "mlxd.toml",
         media=media or MediaConfig(),
-        audio=audio or AudioConfig(),
         batches=batches or BatchesConfig(),
         memory=memory or MemoryConfig(),
         upstreams={upstream.name: upstream for upstream in upstreams},
@@ -136,7 +134,7 @@ async def running(
     listener.listen(2048)
     port = listener.getsockname()[1]
     url = url_of(config.server, "127.0.0.1", port)
-    connections = public_connections(app.services.live, metrics, file_limit(), address_part)
+    connections = public_connections(app.services.live, metrics, file_limit(), address_part, connections_max)
     tls = app.services.tls
     factory = (
         partial(protocol, connections=connections, websockets=app.websockets)

@@ -100,7 +100,6 @@ def test_what_is_settled_at_the_start_stays() -> None:
         port=9,
         ollama_port=8,
         tls=TlsConfig("c.pem", "k.pem"),
-        log_file=False,
         otlp_endpoint="http://127.0.0.1:9",
     )
     assert all(getattr(wanted, name) != getattr(ServerConfig(), name) for name in FIXED)
@@ -128,7 +127,6 @@ max_body = "2KiB"
 default = "a:short"
 [models.a]
 aliases = ["second"]
-max_waiting = 7
 ttl = "1h"
 sampling = { max_tokens = 3 }
 [models.a.profiles.short]
@@ -146,7 +144,6 @@ sampling = { max_tokens = 2 }
                 "server.max_body",
                 "server.default",
                 "models.a.aliases",
-                "models.a.max_waiting",
                 "models.a.sampling",
                 "models.a.profiles",
                 "models.a.ttl",
@@ -181,8 +178,8 @@ async def test_cors_and_the_log_level_apply_at_once(tmp_path: Path) -> None:
 async def test_what_needs_a_restart_is_said_each_time_and_not_done(tmp_path: Path) -> None:
     async with reloadable(tmp_path) as r:
         for _ in range(2):
-            done = await r.reload("[server]\nport = 9999\nlog_file = false\n" + BEFORE.partition('"20s"\n')[2])
-            assert done.needs_restart == ["server.port", "server.log_file"]
+            done = await r.reload("[server]\nport = 9999\nollama_port = 9998\n" + BEFORE.partition('"20s"\n')[2])
+            assert done.needs_restart == ["server.port", "server.ollama_port"]
         status = (await r.admin.get("/v1/status")).json()
         assert status["url"].endswith(":8484")
         assert (describe(done), describe(NOTHING)) == ("nothing is applied now", "nothing has changed")

@@ -68,8 +68,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ser
         adapters = {"sql": str(root / "sql"), "docs": str(root / "docs"), "gone": str(root / "gone")}
         lines = [f'{name} = "{path}"' for name, path in adapters.items()]
         (home / "mlxd.toml").write_text(
-            f'[models.m]\npath = "{model}"\nbatching = "together"\naliases = ["first"]\n[models.m.adapters]\n'
-            + "\n".join(lines)
+            f'[models.m]\npath = "{model}"\naliases = ["first"]\n[models.m.adapters]\n' + "\n".join(lines)
         )
         config = load_config(home, has_keys=has_keys)
         async with running(home, models=list(config.models.values()), command=default_command) as gateway:

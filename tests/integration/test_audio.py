@@ -26,7 +26,7 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="module")
 async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Gateway, None]:
     folder = hearing.build("gemma4", tmp_path_factory.mktemp("hearing"))
-    models = [ModelConfig(name="m", path=str(folder), batching="together")]
+    models = [ModelConfig(name="m", path=str(folder))]
     with short_home() as home:
         async with running(home, models=models, command=default_command) as made:
             yield made

@@ -21,8 +21,8 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
         f'[models.{name}]\npath = "{path}"\nmemory = "{share}"\n' for name, (path, share) in models.items()
     )
     with short_home() as home:
-        (home / "mlxd.toml").write_text(f'[server]\nport = 0\n[memory]\nbudget = "320MiB"\nmin_residency = 0\n{tables}')
-        with DaemonProcess(home, module="gateway.main") as made:
+        (home / "mlxd.toml").write_text(f'[server]\nport = 0\n[memory]\nbudget = "320MiB"\n{tables}')
+        with DaemonProcess(home, module="tests.support.quick_daemon") as made:
             yield made
 
 

@@ -30,7 +30,7 @@ def home(model_folder: ModelFolder) -> Iterator[Path]:
         write_config(path, ("m",))
         config = path / "mlxd.toml"
         # One token a step: drafts would end a stream before its daemon can be.
-        model = f'path = "{model_folder("qwen3")}"\nspeculate = "off"\nbatching = "together"'
+        model = f'path = "{model_folder("qwen3")}"\nspeculate = "off"'
         config.write_text(config.read_text().replace('path = "demo"', model))
         yield path
 

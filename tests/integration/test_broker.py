@@ -11,7 +11,6 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.config.settings import Config, MemoryConfig
-from gateway.workers.memory.broker import RESIDENCY_MIN_S
 from gateway.workers.memory.host import ThisMachine
 from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol.failures import Code
@@ -31,6 +30,7 @@ QUICK = WorkerLimits(
     relax_s=0.2,
     creep_s=0.4,
     recycle_gap_s=0.2,
+    residency_s=0.5,
 )
 # A scripted worker holds about 25 MiB.
 SHARE = 64
@@ -51,12 +51,10 @@ class SmallMachine(ThisMachine):
         return self.left
 
 
-def shared(
-    home: Path, names: str, places: float, *, max_loaded: int = 0, residency_s: float = 0.0, **fields: object
-) -> Config:
+def shared(home: Path, names: str, places: float, *, max_loaded: int = 0, **fields: object) -> Config:
     """Models of one size, and a budget for `places` of them."""
     made = config(home, names.split(), **({"memory_bytes": SHARE * MIB} | fields))
-    memory = MemoryConfig(int(places * SHARE * MIB), max_loaded, residency_s)
+    memory = MemoryConfig(int(places * SHARE * MIB), max_loaded)
     return replace(made, memory=memory)
 
 
@@ -70,7 +68,7 @@ def resident(pool: Running) -> set[str]:
 
 async def had_its_turn(r: Running, name: str) -> None:
     ready_at = r.pool.worker(name).incarnation.ready_at
-    await until(lambda: time.monotonic() - ready_at > RESIDENCY_MIN_S)
+    await until(lambda: time.monotonic() - ready_at > QUICK.residency_s)
 
 
 async def test_the_least_recently_used_model_leaves_for_a_new_one(home: Path) -> None:
@@ -222,7 +220,7 @@ async def test_a_short_machine_refuses_new_requests_at_last_and_takes_them_again
 
 @pytest.mark.soak
 async def test_continuous_traffic_on_two_models_does_not_starve_a_third(home: Path) -> None:
-    async with running(shared(home, "a b c", 2.5, residency_s=0.2)) as r:
+    async with running(shared(home, "a b c", 2.5)) as r:
         counts = dict.fromkeys("ab", 0)
 
         async def traffic(name: str) -> None:
@@ -261,7 +259,7 @@ async def test_a_lowered_limit_is_kept_also_when_nobody_asks_for_anything(home: 
         for name in ("a", "b"):
             await r.complete(name)
         await had_its_turn(r, "b")
-        r.pool.apply(replace(before, memory=MemoryConfig(100 * SHARE * MIB, max_loaded=1, min_residency_s=0)))
+        r.pool.apply(replace(before, memory=MemoryConfig(100 * SHARE * MIB, max_loaded=1)))
         await until(lambda: resident(r) == {"b"})
-        r.pool.apply(replace(before, memory=MemoryConfig(SHARE * MIB // 2, min_residency_s=0)))
+        r.pool.apply(replace(before, memory=MemoryConfig(SHARE * MIB // 2)))
         await until(lambda: resident(r) == set())

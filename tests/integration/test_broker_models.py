@@ -155,8 +155,8 @@ async def ask_all(url: str, requests: Sequence[dict[str, Any]], concurrency: int
 @pytest.mark.soak
 async def test_three_models_and_memory_for_two_serve_many_mixed_requests(home: Path, model_folder: ModelFolder) -> None:
     budget = int(2.4 * SHARE)
-    write(home, model_folder, list(ARCHITECTURES), f'budget = {budget}\nmin_residency = "3s"')
-    with Daemon(home, module="gateway.main") as daemon, Footprints(daemon) as footprints:
+    write(home, model_folder, list(ARCHITECTURES), f"budget = {budget}")
+    with Daemon(home, module="tests.support.quick_daemon") as daemon, Footprints(daemon) as footprints:
         requests = bodies(COUNT, list(ARCHITECTURES))
         answers = await ask_all(daemon.url, requests, concurrency=48)
 
@@ -241,7 +241,7 @@ def test_a_model_that_can_never_fit_is_refused_in_each_dialect_with_numbers(home
 def test_who_waits_too_long_for_memory_is_told_so_and_what_made_room_goes_on(home: Path) -> None:
     # Each has its share, so that no worker is started again for holding more.
     (home / "mlxd.toml").write_text(
-        '[server]\nport = 0\nqueue_timeout = "1s"\n[memory]\nbudget = "400MiB"\nmin_residency = 0\n'
+        '[server]\nport = 0\nqueue_timeout = "1s"\n[memory]\nbudget = "400MiB"\n'
         + "".join(f'[models.{name}]\npath = "demo"\nmemory = "300MiB"\n' for name in "ab")
     )
     # Longer than the other one waits, on any machine.
@@ -264,7 +264,7 @@ def test_who_waits_too_long_for_memory_is_told_so_and_what_made_room_goes_on(hom
 def test_a_worker_of_an_earlier_gateway_keeps_its_share_and_can_be_sent_away(home: Path) -> None:
     # Each has its share, so that no worker is stopped for holding more.
     (home / "mlxd.toml").write_text(
-        '[server]\nport = 0\n[memory]\nbudget = "400MiB"\nmin_residency = 0\n'
+        '[server]\nport = 0\n[memory]\nbudget = "400MiB"\n'
         + "".join(f'[models.{name}]\npath = "demo"\nmemory = "300MiB"\n' for name in "ab")
     )
     with Daemon(home) as first:

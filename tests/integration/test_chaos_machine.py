@@ -184,7 +184,7 @@ async def test_an_aborted_process_leaves_its_stacks_in_the_log_and_its_stream_go
 async def test_a_long_prefill_is_no_stuck_step(home: Path, model_folder: ModelFolder) -> None:
     # A chunk may wait for the machine.
     limits = WorkerLimits(heartbeat_s=0.02, step_s=patient(0.25))
-    cold = config(home, path=str(model_folder("qwen3")), prefill_chunk=16)
+    cold = config(home, path=str(model_folder("qwen3")))
     async with Running(cold, command=default_command, limits=limits) as running:
         worker = await running.ready()
         request = replace(running.request("lorem ipsum dolor " * 220, 3), want_progress=True)

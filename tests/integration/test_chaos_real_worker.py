@@ -57,7 +57,7 @@ async def test_a_model_that_is_not_there_is_named_and_not_tried_again(home: Path
 
 
 async def test_a_stop_while_loading_leaves_no_process(home: Path, model_folder: ModelFolder) -> None:
-    async with running(config(home, path=str(model_folder("qwen3")), batching="together")) as pool:
+    async with running(config(home, path=str(model_folder("qwen3")))) as pool:
         waiting = asyncio.create_task(pool.pool.ensure_ready("m"))
         worker = pool.pool.worker("m")
         await until(lambda: worker.state is State.LOADING)
@@ -72,7 +72,7 @@ async def test_a_stop_while_loading_leaves_no_process(home: Path, model_folder: 
 
 async def test_an_abort_frees_the_row_and_unload_exits_cleanly(home: Path, model_folder: ModelFolder) -> None:
     limits = WorkerLimits(heartbeat_s=0.05)
-    async with running(config(home, path=str(model_folder("qwen3")), batching="together"), limits) as pool:
+    async with running(config(home, path=str(model_folder("qwen3"))), limits) as pool:
         worker = await pool.ready()
         stream = pool.generate(worker, "one", 100_000)
         await stream.read_deltas()

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,8 +151,7 @@ async def test_a_hung_worker_is_ended_and_what_else_it_ran_goes_on(home: Path, f
 
 
 async def test_a_hung_load_wakes_every_waiter_with_the_reason(home: Path) -> None:
-    cold = config(home, load_timeout_s=0.5)
-    async with Running(cold, "--hang-on-load", limits=quick()) as running:
+    async with Running(config(home), "--hang-on-load", limits=replace(quick(), load_s=0.5)) as running:
         waits = await asyncio.gather(*(running.pool.ensure_ready("m") for _ in range(3)), return_exceptions=True)
         assert all(isinstance(wait, ModelUnavailable) for wait in waits)
         assert {wait.failure.code for wait in waits if isinstance(wait, ModelUnavailable)} == {Code.LOAD_TIMEOUT}

@@ -47,8 +47,8 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="module")
 async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Gateway, None]:
     folder = build("qwen3", tmp_path_factory.mktemp("models") / "text")
-    text = ModelConfig(name="text", path=str(folder), aliases=("default",), batching="together")
-    small = ModelConfig(name="small", path=str(folder), context=512, batching="together")
+    text = ModelConfig(name="text", path=str(folder), aliases=("default",))
+    small = ModelConfig(name="small", path=str(folder), context=512)
     with short_home() as home:
         async with running(home, models=[text, small], command=default_command) as made:
             yield made

@@ -34,7 +34,7 @@ LIVEZ_S = 1.0 if FUZZ_S else patient(30)
 SETTLE_S = 60
 GROWTH_BYTES = 96 << 20
 CLIENTS_A_RESTART = 400
-SERVER = 'write_timeout = "1s"\ntrusted_proxies = ["127.0.0.1"]'
+SERVER = 'trusted_proxies = ["127.0.0.1"]'
 
 
 class Watcher:

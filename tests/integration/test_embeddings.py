@@ -39,7 +39,7 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ga
     models = [
         ModelConfig(name="bert", path=str(build_embedder("bert", folder / "bert")), matryoshka=True),
         ModelConfig(name="rank", path=str(build_reranker("bert", folder / "rank"))),
-        ModelConfig(name="text", path=str(build("qwen3", folder / "text")), batching="together"),
+        ModelConfig(name="text", path=str(build("qwen3", folder / "text"))),
     ]
     with short_home() as home:
         async with running(home, models=models, command=default_command) as made:

@@ -58,10 +58,10 @@ def test_an_absent_folder_is_told_by_check_and_is_no_reason_not_to_start(tmp_pat
         ("port = 1", "mlxd.toml:1: unknown key 'port'; it belongs in [server]"),
         ("[models.demo]\nmax_loaded = 1", ":2: unknown key 'max_loaded' in [models.demo]; it belongs in [memory]"),
         ("[models.demo]\ntemperature = 1", "'temperature' in [models.demo]; it belongs in [models.NAME.sampling]"),
-        ("[memory]\nlog_level = 1", "'log_level' in [memory]; it belongs in [server] or [models.NAME]"),
+        ("[memory]\nlog_level = 1", "'log_level' in [memory]; it belongs in [server]"),
         (
             "name = 1",
-            "unknown key 'name'; known keys: audio, batches, media, memory, models, server, ui, upstreams",
+            "unknown key 'name'; known keys: batches, media, memory, models, server, ui, upstreams",
         ),
     ],
 )

@@ -35,13 +35,13 @@ class Office:
     far: Sshd
     model: Path
 
-    def configure(self, group: str = "", model: Path | str = "", **hosts: object) -> None:
-        """`group` is more of that table, `hosts` more of the host file."""
+    def configure(self, model: Path | str = "", **hosts: object) -> None:
+        """`hosts` is more of the host file."""
         machines = [{"ssh": "near", "ips": ["127.0.0.1", "127.0.0.1"]}, {"ssh": FAR, "ips": ["127.0.0.1"] * 2}]
         (self.home / "hosts.json").write_text(json.dumps({"envs": self.far.envs(), "hosts": machines} | hosts))
         (self.home / "mlxd.toml").write_text(
             f'[server]\nport = 0\n[models.m]\npath = "{model or self.model}"\n'
-            f'group = {{ hosts = "hosts.json", parallel = "pipeline", backend = "ring"{group} }}\n'
+            f'group = {{ hosts = "hosts.json", parallel = "pipeline", backend = "ring" }}\n'
         )
 
     def client(self, daemon: Daemon) -> psutil.Process:
@@ -230,7 +230,7 @@ def refused_login(office: Office) -> None:
 
 
 def no_python(office: Office) -> None:
-    office.configure(', python = "/opt/nowhere/python"')
+    other_python(office, Path("/opt/nowhere/python"))
 
 
 def python_of(office: Office, command: str) -> None:
@@ -238,7 +238,20 @@ def python_of(office: Office, command: str) -> None:
     script = office.far.folder / "python"
     script.write_text(f"#!/bin/sh\n{command}\n")
     script.chmod(0o755)
-    office.configure(f', python = "{script}"')
+    other_python(office, script)
+
+
+def other_python(office: Office, path: Path) -> None:
+    """Let the path of this interpreter mean another one on the other machine: the ssh client exchanges it."""
+    client = office.far.bin / "ssh"
+    original = office.far.bin / "original"
+    client.rename(original)
+    client.write_text(
+        f"#!{sys.executable}\nimport os, sys\n*options, command = sys.argv\n"
+        f"command = command.replace({sys.executable!r}, {str(path)!r})\n"
+        f"os.execv({str(original)!r}, [*options, command])\n"
+    )
+    client.chmod(0o755)
 
 
 def no_mlxd(office: Office) -> None:
@@ -257,7 +270,7 @@ def no_model(office: Office) -> None:
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("abc")
     python_of(office, f'HF_HUB_CACHE=/opt/nowhere exec {sys.executable} "$@"')
-    office.configure(f', python = "{office.far.folder}/python"', model="org/m")
+    office.configure(model="org/m")
 
 
 def no_server(office: Office) -> None:
@@ -271,7 +284,7 @@ def no_server(office: Office) -> None:
         Fault(unknown_key, "on far: its host key is not known: run 'ssh far' once"),
         Fault(another_key, "on far: its host key is another one than before"),
         Fault(refused_login, "on far: it refuses the login: give it the public key"),
-        Fault(no_python, "on far: it cannot run /opt/nowhere/python: install mlxd there"),
+        Fault(no_python, f"on far: it cannot run {sys.executable}: install mlxd there"),
         Fault(no_mlxd, "has no mlxd there: install it"),
         Fault(other_version, "at rank 0: install the same", state="incompatible"),
         Fault(no_model, "org/m is neither a folder nor in the local Hugging Face cache; download it with"),

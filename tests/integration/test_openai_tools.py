@@ -34,7 +34,7 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ga
     for name, family, template in (("plain", "qwen3_coder", PLAIN), ("thinker", "hermes", THINKING)):
         path = build("qwen3", tmp_path_factory.mktemp(name), markers=markers())
         (path / "chat_template.jinja").write_text(template)
-        models.append(ModelConfig(name=name, path=str(path), batching="together", parser=family))
+        models.append(ModelConfig(name=name, path=str(path), parser=family))
     with short_home() as home:
         async with running(home, models=models, command=default_command) as made:
             yield made

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.support.ctl import ctl
-from tests.support.daemon import DaemonProcess, write_config
+from tests.support.daemon import DaemonProcess, refuse_journals, write_config
 from tests.support.pool import short_home
 from tests.support.scale import patient
 
@@ -98,7 +98,8 @@ def test_an_open_feed_ends_with_the_daemon_and_does_not_hold_it_up(home: Path) -
 def test_a_background_response_without_a_journal_is_failed_with_its_output_when_its_daemon_is_stopped(
     home: Path,
 ) -> None:
-    write_config(home, server='drain = "100ms"\nresponse_journal = 0')
+    write_config(home, server='drain = "100ms"')
+    refuse_journals(home)
     with DaemonProcess(home) as daemon:
         response = ask_background(daemon)
         daemon.process.terminate()
@@ -112,7 +113,8 @@ def test_a_background_response_without_a_journal_is_failed_with_its_output_when_
 
 @pytest.mark.soak
 def test_a_background_response_without_a_journal_is_told_as_failed_when_its_daemon_was_killed(home: Path) -> None:
-    write_config(home, server="response_journal = 0")
+    write_config(home)
+    refuse_journals(home)
     with DaemonProcess(home) as daemon:
         response = ask_background(daemon)
         daemon.kill()

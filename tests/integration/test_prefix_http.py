@@ -91,7 +91,7 @@ def kinds(count: int, rng: random.Random) -> list[dict[str, Any]]:
 @pytest.mark.soak
 async def test_many_requests_with_aborts_and_kills_stay_within_small_budgets(model_folder: ModelFolder) -> None:
     path = model_folder("qwen3_5")  # it keeps KV and checkpoints
-    same = f'path = "{path}"\nbatching = "together"'
+    same = f'path = "{path}"'
     tables = (
         f"[models.m]\n{same}\ncache = {{ ram = {RAM}, disk = {DISK} }}\n"
         f"[models.plain]\n{same}\ncache = {{ ram = 0, disk = 0 }}\n"
@@ -146,7 +146,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 def daemon(model_folder: ModelFolder) -> Iterator[DaemonProcess]:
-    table = f'[models.m]\npath = "{model_folder("qwen3")}"\nbatching = "together"\n'
+    table = f'[models.m]\npath = "{model_folder("qwen3")}"\n'
     with short_home() as home, started(home, table) as running:
         yield running
 

@@ -69,8 +69,8 @@ def reference(folder: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 async def gateway(folder: Path) -> AsyncGenerator[Gateway, None]:
-    # Streams without drafts, and chunks as small as they can be, so that a worker can be killed amid them.
-    plain = ModelConfig(name="m", path=str(folder), batching="together", speculate="off", prefill_chunk=16)
+    # Streams without drafts.
+    plain = ModelConfig(name="m", path=str(folder), speculate="off")
     async with serving(plain) as made:
         yield made
 
@@ -241,16 +241,16 @@ async def test_ids_of_a_stream_whose_worker_was_killed_are_the_same(gateway: Gat
 
 
 async def test_the_progress_of_a_prompt_reaches_its_length_and_begins_with_what_was_cached(gateway: Gateway) -> None:
-    prompt = [20 + at * 11 % 400 for at in range(200)]
+    prompt = [20 + at * 11 % 400 for at in range(1100)]
     fields = {"prompt": prompt, "max_tokens": 1, "stream": True, "return_progress": True, "cache_salt": "progress"}
-    for cached in (0, 199):
+    for cached in (0, 1099):
         chunks = events((await posted(gateway, TEXT, **fields)).text)[:-1]
         shown = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
 
         assert [each["processed"] for each in shown] == sorted(each["processed"] for each in shown)
         assert [each["time_ms"] for each in shown] == sorted(each["time_ms"] for each in shown)
-        assert {(each["total"], each["cache"]) for each in shown} <= {(200, cached)}
-        assert [each["processed"] for each in shown[-1:]] == ([200] if shown else [])
+        assert {(each["total"], each["cache"]) for each in shown} <= {(1100, cached)}
+        assert [each["processed"] for each in shown[-1:]] == ([1100] if shown else [])
         assert shown or cached
 
 

@@ -21,7 +21,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.anyio
 async def test_every_dialect_names_the_bits_in_whole_answers_and_in_streams() -> None:
-    async with serving(ModelConfig(name="m", path="demo", batching="together", kv_bits=8)) as gateway:
+    async with serving(ModelConfig(name="m", path="demo", kv_bits=8)) as gateway:
         for path, body in ANSWERS.items():
             for stream in (False, True):
                 reply = await gateway.client.post(path, json=body | {"model": "m", "stream": stream})

@@ -71,7 +71,7 @@ def home() -> Iterator[Path]:
 @pytest.fixture
 def daemon(home: Path, model_folder: Callable[[str], Path]) -> Iterator[Daemon]:
     """Two real models: `m`, which answers one token a step, so that it lasts, and `other`."""
-    model = f'path = "{model_folder("qwen3")}"\nspeculate = "off"\nbatching = "together"\nmax_running = 32\n'
+    model = f'path = "{model_folder("qwen3")}"\nspeculate = "off"\nmax_running = 32\n'
     tables = "".join(f"[models.{name}]\n{model}" for name in ("m", "other"))
     (home / "mlxd.toml").write_text(f"[server]\nport = 0\n{tables}")
     with Daemon(home, module="gateway.main") as running:
@@ -116,8 +116,7 @@ async def test_no_stream_of_another_model_notices_a_reload(daemon: Daemon) -> No
 async def test_streams_of_a_model_that_is_changed_pause_and_go_on(daemon: Daemon) -> None:
     bodies = requests(scaled(16, 6), max_tokens=round(300 * min(patience(), 3)))
     expected, total = await undisturbed(daemon.url, bodies)
-    # Fewer at once and none that may wait: what runs was admitted before.
-    daemon.rewrite("[models.m]\n", "[models.m]\nprefill_chunk = 64\nmax_waiting = 0\n")
+    # Fewer at once: what runs was admitted before.
     daemon.rewrite("max_running = 32\n[models.other]", "max_running = 8\n[models.other]")
     clients = Clients(daemon.url)
     running = asyncio.create_task(clients.run(bodies))

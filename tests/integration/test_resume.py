@@ -186,7 +186,7 @@ def check_equal(answers: list[Answer], expected: list[Answer]) -> None:
     ("daemon", "count", "kills"),
     scaled(
         [("qwen3", 64, 5), ('qwen3_5\nspeculate = "off"', 16, 2)],
-        [('qwen3_5\nspeculate = "off"\nbatching = "together"', 6, 1)],
+        [('qwen3_5\nspeculate = "off"', 6, 1)],
     ),
     indirect=["daemon"],
 )

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from gateway.config.settings import ModelConfig, SparsePrefillConfig
+from gateway.config import worker_spec_and_group
+from gateway.config.settings import ModelConfig
 from tests.gateway.harness import serving
 from tests.support.daemon import DaemonProcess
 from worker.sparse_prefill import BLOCK_TOKENS, HEAD_BLOCKS, TAIL_BLOCKS
@@ -24,10 +25,12 @@ ANSWERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 @pytest.mark.soak
 @pytest.mark.anyio
-async def test_every_dialect_names_what_was_kept_of_the_prompt(model_folder: Callable[[str], Path]) -> None:
+async def test_every_dialect_names_what_was_kept_of_the_prompt(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = str(model_folder("qwen3"))
-    sparse = SparsePrefillConfig(keep=0.05, from_tokens=256)
-    async with serving(ModelConfig(name="m", path=folder, draft=folder, sparse_prefill=sparse)) as gateway:
+    monkeypatch.setattr(worker_spec_and_group, "SPARSE_FROM_TOKENS", 256)
+    async with serving(ModelConfig(name="m", path=folder, draft=folder, sparse_prefill=0.05)) as gateway:
         for path, (body, places) in ANSWERS.items():
             plain = await gateway.client.post(path, json=body | {"model": "m"})
             assert "x-mlxd-relaxed" not in plain.headers, path

@@ -14,7 +14,8 @@ import numpy as np
 import openai
 import pytest
 
-from gateway.config.settings import AudioConfig, ModelConfig
+from gateway.api.openai import audio
+from gateway.config.settings import MediaConfig, ModelConfig
 from gateway.workers.supervisor.spawn import default_command
 from tests.gateway.harness import Gateway, running, until
 from tests.support.audio_models import build_moonshine, build_qwen_tts, build_whisper, tone
@@ -38,11 +39,12 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ga
         ModelConfig(name="whisper", path=str(build_whisper(folder / "whisper"))),
         ModelConfig(name="moonshine", path=str(build_moonshine(folder / "moonshine"))),
         ModelConfig(name="speaker", path=str(build_qwen_tts(folder / "speaker"))),
-        ModelConfig(name="text", path=str(build("qwen3", folder / "text")), batching="together"),
+        ModelConfig(name="text", path=str(build("qwen3", folder / "text"))),
     ]
-    limits = AudioConfig(max_size_bytes=200_000, max_duration_s=5.0)
-    with short_home() as home:
-        async with running(home, models=models, command=default_command, audio=limits) as made:
+    media = MediaConfig(max_size_bytes=200_000)
+    with short_home() as home, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(audio, "DURATION_MAX_S", 5.0)
+        async with running(home, models=models, command=default_command, media=media) as made:
             yield made
 
 

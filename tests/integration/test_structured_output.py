@@ -32,7 +32,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 async def gateway(model_folder: Callable[[str], Path]) -> AsyncGenerator[Gateway, None]:
-    async with serving(ModelConfig(name="m", path=str(model_folder("qwen3")), batching="together")) as made:
+    async with serving(ModelConfig(name="m", path=str(model_folder("qwen3")))) as made:
         # A refusal is a status only if it comes within a second: a cold model would take longer.
         reply = await made.client.post("/v1/chat/completions", json=asking(response_format=FORMAT))
         assert reply.status_code == 200, reply.text

@@ -34,7 +34,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.anyio
 async def test_what_does_not_fit_is_refused_with_both_numbers_or_cut_and_told(tmp_path: Path) -> None:
-    model = ModelConfig(name="m", path=str(build("qwen3", tmp_path / "m")), context=CONTEXT, batching="together")
+    model = ModelConfig(name="m", path=str(build("qwen3", tmp_path / "m")), context=CONTEXT)
     async with serving(model) as gateway:
         for path, body in REFUSED.items():
             reply = await gateway.client.post(path, json=body | {"model": "m", "stream": False})
@@ -71,7 +71,7 @@ async def test_what_does_not_fit_is_refused_with_both_numbers_or_cut_and_told(tm
 
 @pytest.mark.anyio
 async def test_a_conversation_that_has_outgrown_its_context_still_finds_its_prefix(tmp_path: Path) -> None:
-    model = ModelConfig(name="m", path=str(build("qwen3", tmp_path / "m")), context=CONTEXT, batching="together")
+    model = ModelConfig(name="m", path=str(build("qwen3", tmp_path / "m")), context=CONTEXT)
     async with serving(model) as gateway:
         cached: list[int] = []
         for turns in range(21, len(TURNS) + 1, 2):

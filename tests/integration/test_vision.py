@@ -29,7 +29,7 @@ pytestmark = pytest.mark.anyio
 MODEL = "demo-vision"
 # What kind of processor there is decides only how rows share a pass, and takes seconds to find out.
 # One token a step: drafts would end a stream before a test can kill its worker.
-CONFIG = ModelConfig(name=MODEL, path=MODEL, batching="together", speculate="off")
+CONFIG = ModelConfig(name=MODEL, path=MODEL, speculate="off")
 SHAPE = "What shape is in the picture?"
 COLOR = "What color is the shape?"
 # Anthropic's client has no such argument.

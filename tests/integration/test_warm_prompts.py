@@ -76,7 +76,7 @@ async def test_the_first_request_after_each_load_finds_the_prompt(
     (tmp_path / "a.json").write_text(json.dumps(asking("first")))
     (tmp_path / "b.json").write_text("{")
     files = tuple(str(tmp_path / name) for name in ("b.json", "a.json"))
-    model = ModelConfig(name="m", path=str(model_folder("qwen3")), batching="together", warm=files)
+    model = ModelConfig(name="m", path=str(model_folder("qwen3")), warm=files)
     asked = 0
     async with serving(model) as gateway:
         for text in ("second", "third"):

@@ -58,7 +58,7 @@ def serve(models: Mapping[str, str], server: str = "") -> Iterator[Served]:
 
     The batch mode is taken unchecked, which saves seconds a load: the tests compare batches themselves.
     """
-    tables = "".join(f'[models.{name}]\nbatching = "together"\n{lines}\n' for name, lines in models.items())
+    tables = "".join(f"[models.{name}]\n{lines}\n" for name, lines in models.items())
     # Short enough for paths of sockets on macOS.
     with tempfile.TemporaryDirectory(prefix="mlxd-", dir="/tmp") as folder:
         home = Path(folder)

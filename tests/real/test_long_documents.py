@@ -16,8 +16,7 @@ MODELS = {
     "m": f'path = "{SMOLLM2}"',
     "kv8": f'path = "{SMOLLM2}"\nkv_bits = 8',
     "kv4": f'path = "{SMOLLM2}"\nkv_bits = 4',
-    "sparse": f'path = "{SMOLLM2}"\ndraft = "{SMOLLM2}"\nspeculate = "off"\n'
-    "sparse_prefill = { keep = 0.5, from_tokens = 256 }",
+    "sparse": f'path = "{SMOLLM2}"\ndraft = "{SMOLLM2}"\nspeculate = "off"\nsparse_prefill = 0.5',
 }
 KV_OF = {"m": "plain KV", "kv8": "8-bit KV", "kv4": "4-bit KV"}
 DOCUMENT = (

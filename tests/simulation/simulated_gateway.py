@@ -1,6 +1,7 @@
 """One life of the simulated machine's gateway: how it starts, and the ways in which it ends."""
 
 import asyncio
+import math
 from collections.abc import Coroutine
 from random import Random
 from typing import Any
@@ -14,11 +15,13 @@ from gateway.reload import Reloader
 from gateway.telemetry.metrics import Metrics
 from gateway.workers.pool import Pool
 from gateway.workers.supervisor.registry import Registry
+from gateway.workers.supervisor.state import WorkerLimits
 from tests.simulation.http_edge import HttpEdge
 from tests.simulation.simulated_disk import DiskOfProcess, SimulatedDisk, SimulatedThread, abandon_database
 from tests.simulation.usage_books import UsageBooks
 from tests.simulation.world import ProcessTable, SimulatedWire, Violated, World
 
+LOAD_TIMEOUT_S = 20.0
 # A deadline is enforced this long after it, beside the grace that workers have.
 LATE_S = 1.0
 
@@ -35,6 +38,7 @@ class SimulatedGateway:
         is_listening: asyncio.Event,
         disk: SimulatedDisk,
         upstreams: httpx.AsyncBaseTransport,
+        residency_s: float,
     ) -> None:
         self.world = world
         self.is_listening = is_listening
@@ -53,6 +57,7 @@ class SimulatedGateway:
             config,
             self.link,
             self.metrics,
+            limits=WorkerLimits(load_s=LOAD_TIMEOUT_S, load_bytes_per_s=math.inf, residency_s=residency_s),
             machine=world.machine,
             make_processes=self._make_processes,
             disk=self.disk,

@@ -26,8 +26,6 @@ def upstream_config(models: list[str]) -> UpstreamConfig:
         name=NAME,
         url=f"http://{NAME}/v1",
         models={name: f"far-{name}" for name in (MODEL, *models)},
-        first_byte_s=PATIENCE_S,
-        silence_s=PATIENCE_S,
         plain_http=True,
     )
 

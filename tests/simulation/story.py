@@ -38,7 +38,7 @@ from tests.simulation.simulated_disk import QUICK_S, DiskOfProcess, SimulatedDis
 from tests.simulation.simulated_gateway import LATE_S, SimulatedGateway
 from tests.simulation.simulated_upstreams import MODEL as UPSTREAM_MODEL
 from tests.simulation.simulated_upstreams import NAME as UPSTREAM
-from tests.simulation.simulated_upstreams import SimulatedUpstreams, upstream_config
+from tests.simulation.simulated_upstreams import PATIENCE_S, SimulatedUpstreams, upstream_config
 from tests.simulation.virtual_loop import NumberedTask, VirtualLoop
 from tests.simulation.world import GIB, Rates, Violated, World
 
@@ -52,7 +52,6 @@ EVENTS = (
 SPANS_S = (10.0, 40.0)
 # Everything has ended this long after the last request, whatever has happened. Six jumps of the clock count too.
 LIVENESS_S = 900.0 + 6 * 400.0
-LOAD_TIMEOUT_S = 20.0
 # What is promised stays promised for some turns, and is checked once in so many.
 CHECK_TURNS = 16
 # A seed takes less than a tenth of a second. One that takes this long waits for something that is not simulated.
@@ -210,12 +209,10 @@ class Story:
             drain_s=random.choice((0.0, 2.0, 10.0)),
             queue_timeout_s=60.0,
             request_timeout_s=random.choice((0.0, 0.0, 3.0)),
-            node="sim",
-            body_memory_bytes=1 << 30,
-            response_journal_bytes=1 << 26 if self._background_count else 0,
             response_store_bytes=1 << 26 if self._background_count else 0,
         )
-        memory = MemoryConfig(budget_bytes=random.choice((8, 12, 16)) * GIB, min_residency_s=random.choice((0.5, 5.0)))
+        memory = MemoryConfig(budget_bytes=random.choice((8, 12, 16)) * GIB)
+        self._residency_s = random.choice((0.5, 5.0))
         return Config(
             home=self.home,
             server=server,
@@ -227,18 +224,19 @@ class Story:
 
     def _draw_model(self, random: Random, name: str) -> ModelConfig:
         fallback = FallbackConfig(to=(UPSTREAM,), when=("unavailable", "queue"))
-        return ModelConfig(
+        model = ModelConfig(
             name=name,
             path=f"/nowhere/{name}",
             preload=random.random() < 0.4,
-            load_timeout_s=LOAD_TIMEOUT_S,
             memory_bytes=random.choice((3, 6, 7)) * GIB,
             ttl_s=random.choice((0.0, 0.0, 5.0)),
             max_running=random.choice((1, 4, 16)),
-            max_waiting=random.choice((1, 100)),
             kind="text",
             fallback=fallback if self._has_upstream else FallbackConfig(),
         )
+        # Of all queues of the next gateway.
+        self._waiting_max = random.choice((1, 100))
+        return model
 
     def _make_keys(self) -> dict[str, str]:
         self.config.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -249,9 +247,20 @@ class Story:
 
     def _make_gateway(self) -> SimulatedGateway:
         self.boots += 1
-        return SimulatedGateway(
-            self.world, self.config, self.boots, self.random, self._listening, self.disk, self.upstreams
+        gateway = SimulatedGateway(
+            self.world,
+            self.config,
+            self.boots,
+            self.random,
+            self._listening,
+            self.disk,
+            self.upstreams,
+            self._residency_s,
         )
+        services = gateway.app.services
+        services.admission.waiting_max = self._waiting_max
+        services.upstreams.first_byte_s = services.upstreams.silence_s = PATIENCE_S
+        return gateway
 
     # -- invariants ----------------------------------------------------------------------------------------------------
 

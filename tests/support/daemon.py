@@ -109,6 +109,12 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def refuse_journals(home: Path) -> None:
+    """Let the folder of journals of background responses be a file, so that no journal can be written."""
+    (home / "state").mkdir(mode=0o700, exist_ok=True)
+    (home / "state" / "background").touch()
+
+
 def write_config(home: Path, models: Sequence[str] = ("a", "b"), *, server: str = "", model: str = "") -> None:
     tables = "".join(f'[models.{name}]\npath = "demo"\n{model}\n' for name in models)
     (home / "mlxd.toml").write_text(f"[server]\nport = 0\n{server}\n{tables}")

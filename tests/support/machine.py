@@ -335,7 +335,6 @@ class Machine:
                 world.random,
                 lambda _: world.files,
             ),
-            load_timeout_s=600.0,
             is_preload=is_preload,
         )
 

@@ -134,7 +134,7 @@ PARAM: Final = "sparse_prefill"
 @dataclass(frozen=True, slots=True)
 class SparseLimits:
     """Limits of one model. `keep` is the default share of a prompt that is kept, and 0 for a model without sparse
-    prefill; prompts shorter than `least` tokens are processed in full.
+    prefill; prompts shorter than `least` tokens are processed in full if the request names no share.
     """
 
     keep: float = 0.0
@@ -155,7 +155,7 @@ class SparseLimits:
             raise _refused("A sparse prefill has no log-probabilities of the prompt.")
         if has_media:
             raise _refused("A sparse prefill takes text only, neither images, video nor audio.")
-        return (wanted or self.keep) if tokens >= self.least else 0.0
+        return wanted or (self.keep if tokens >= self.least else 0.0)
 
 
 NO_SPARSE: Final = SparseLimits()

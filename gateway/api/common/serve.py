@@ -194,7 +194,6 @@ class PreparedRequest:
 
         Raises an `ApiError` before the status is sent; returns a later error.
         """
-        write_timeout_s = self.services.config.server.write_timeout_s
         with self.generation(encoder.bind) as generation:
             return await respond_stream(
                 generation,
@@ -202,7 +201,6 @@ class PreparedRequest:
                 self.record,
                 receive,
                 send,
-                write_timeout_s,
                 pace,
                 kind,
                 on_progress,

@@ -157,8 +157,7 @@ class PullEndpoint:
 
     async def _stream(self, download: PullStatus | None, record: RequestRecord, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", JSON_LINES), (b"cache-control", b"no-cache"), *record.headers]
-        timeout_s = self._services.config.server.write_timeout_s
-        async with cut_off(record, receive, timeout_s) as watch:
+        async with cut_off(record, receive) as watch:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await _write(send, watch, PullLine("pulling manifest"))
             last, silent_s = None, 0.0

@@ -244,6 +244,10 @@ class TranscriptDone(Struct, frozen=True, tag_field="type", tag="transcript.text
     usage: TokenUsage | msgspec.UnsetType = msgspec.UNSET
 
 
+# Maximum duration of a file to transcribe. An hour takes 230 MB of the worker's memory.
+DURATION_MAX_S: Final = 7200.0
+
+
 class Transcriptions:
     """ASGI endpoint of transcriptions or, with `is_translated`, of translations into English."""
 
@@ -254,15 +258,15 @@ class Transcriptions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
-        settings = services.config.audio
+        max_bytes = services.config.media.max_size_bytes
         content_type = Headers(scope=scope).get("content-type", "")
 
         def decode(body: bytes) -> tuple[tuple[TranslationRequest, bytes], list[str]]:
             form = read_form(body, content_type, FILE)
             request, unknown = _request(form, self._struct)
-            return (request, _file(form, settings.max_size_bytes)), unknown
+            return (request, _file(form, max_bytes)), unknown
 
-        limit = settings.max_size_bytes + ROOM_BYTES
+        limit = max_bytes + ROOM_BYTES
         (request, data), unknown = await serve.read(services, record, scope, receive, decode, limit)
         is_stream = isinstance(request, TranscriptionRequest) and request.stream
         granularities = _checked(request, is_stream=is_stream)
@@ -283,7 +287,7 @@ class Transcriptions:
                     text=request.prompt,
                     is_translated=self._is_translated,
                     has_words="word" in granularities,
-                    most_s=settings.max_duration_s,
+                    most_s=DURATION_MAX_S,
                 ),
                 Sampling(temperature=request.temperature, seed=seed),
                 deadline_ms=ms,

@@ -387,7 +387,7 @@ class Background:
         if self.is_left:
             raise Unavailable("The server stopped.")
 
-    async def answer(self, after: int, scope: Scope, receive: Receive, send: Send, write_timeout_s: float) -> None:
+    async def answer(self, after: int, scope: Scope, receive: Receive, send: Send) -> None:
         """Stream the events after event number `after`, up to the last. If the client leaves, the response continues.
 
         Raises `BadRequest` and `Unavailable` before the first byte.
@@ -398,7 +398,7 @@ class Background:
         except EventsGone:
             raise BadRequest(EVENTS_GONE_MESSAGE, "starting_after", "events_gone") from None
         await reserve(record, READER_BYTES)
-        async with StreamWatch(receive, write_timeout_s) as watch:
+        async with StreamWatch(receive) as watch:
             await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *record.headers]})
             more = True
             while more:

@@ -20,6 +20,7 @@ from gateway.api.common import serve
 from gateway.api.common.canonical import with_thinking
 from gateway.api.common.request_fields import extras_of
 from gateway.api.common.thinking import lower_thinking
+from gateway.api.responses import journal
 from gateway.api.responses import response as out
 from gateway.api.responses.background import (
     EVENTS_GONE_MESSAGE,
@@ -110,10 +111,9 @@ class Retrieval:
     async def send_events(self, background: Background, after: int, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events after event number `after`. Raises `BadRequest`."""
         record, events = record_of(scope), background.events
-        write_timeout_s = self._services.config.server.write_timeout_s
         # Readers may keep the fields in memory after the response was dropped.
         async with self._answers.reading(record, (background.id, "echo"), events.echo_bytes, _no_copy):
-            await background.answer(after, scope, receive, send, write_timeout_s)
+            await background.answer(after, scope, receive, send)
 
     async def send_items(
         self, response_id: str, query: QueryParams, limit: int, record: RequestRecord, send: Send
@@ -255,7 +255,7 @@ class Responses:
         )
         self._journals = ResponseJournals(
             config.journal_dir,
-            lambda: services.config.server.response_journal_bytes,
+            lambda: journal.JOURNALS_BYTES_MAX if services.config.server.response_store_bytes else 0,
             problems,
             lambda: services.keyring.has_others,
             make_thread,

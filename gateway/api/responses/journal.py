@@ -155,6 +155,8 @@ def _payload(data: bytes, place: int) -> tuple[memoryview, int]:
 T = TypeVar("T")
 
 SUFFIX: Final = ".journal"
+# Maximum size of the journals of all running responses together.
+JOURNALS_BYTES_MAX: Final = 256 * 1024 * 1024
 # Minimum time between two writes of the journals: about a frame of a screen, and several tokens of a fast model.
 WRITE_INTERVAL_S: Final = 0.02
 # Maximum time that events wait for the disk, or that the creation of a file, which contains a large request, may take.
@@ -163,7 +165,7 @@ WRITE_TIMEOUT_S: Final = 2.0
 CREATE_TIMEOUT_S: Final = 10.0
 # A timer that fires so much later than its time was due says nothing about the disk: the whole process did not run.
 LATE_S: Final = 0.5
-_JOURNALS_FULL: Final = "the journals of all, or those of its key, fill [server] response_journal"
+_JOURNALS_FULL: Final = "the journals of all, or those of its key, have no room for it"
 
 
 class ResponseJournal:

@@ -250,14 +250,22 @@ async def health(services: Services, scope: Scope, receive: Receive, send: Send)
     await send_body(send, 200 if can_serve else 503, msgspec.json.encode(body))
 
 
+VLLM_NAMES: Final = "vllm"
+
+
 class Scrape:
-    """ASGI endpoint of the metrics in Prometheus' text format."""
+    """ASGI endpoint of the metrics in Prometheus' text format. The query `names=vllm` adds vLLM's names."""
 
     def __init__(self, services: Services) -> None:
-        self._text = ScrapeText(services.metrics)
+        self._texts = {
+            names: ScrapeText(services.metrics, has_vllm_names=names == VLLM_NAMES) for names in (None, VLLM_NAMES)
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_body(send, 200, await self._text.read(), kind=CONTENT_TYPE_LATEST.encode())
+        names = QueryParams(scope["query_string"]).get("names")
+        if (text := self._texts.get(names)) is None:
+            raise BadRequest(f"'names' is {VLLM_NAMES!r} or left out.", "names", "invalid_value")
+        await send_body(send, 200, await text.read(), kind=CONTENT_TYPE_LATEST.encode())
 
 
 async def root(services: Services, scope: Scope, receive: Receive, send: Send) -> None:

@@ -216,7 +216,7 @@ class UpstreamFallback:
             request = _UpstreamRequest(record, body.sequences)
             held.enter_context(services.requests.hold(request))
             held.enter_context(services.upstreams.running())
-            async with StreamWatch(receive, services.config.server.write_timeout_s) as watch:
+            async with StreamWatch(receive) as watch:
                 client = _WatchedSend(send, watch)
                 try:
                     async with request.until_cancelled():

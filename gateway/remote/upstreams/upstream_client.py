@@ -27,21 +27,20 @@ KEPT_CONNECTIONS: Final = 32
 
 
 def make_client(
-    ca: str,
     silence_s: float,
     connect_s: float,
     base_url: str = "",
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> httpx.AsyncClient:
-    """Make an HTTP client, which the requests of all API keys share. `ca` is a PEM file, or empty for the system's.
-    `transport` replaces the connections of this machine.
+    """Make an HTTP client, which the requests of all API keys share. It trusts the authorities of SSL_CERT_FILE, or
+    those of the system. `transport` replaces the connections of this machine.
 
     Cookies are disabled, because with them the server could link the requests of different keys.
     """
     return httpx.AsyncClient(
         base_url=base_url,
         transport=transport,
-        verify=ssl.create_default_context(cafile=ca or None) if transport is None else False,
+        verify=ssl.create_default_context() if transport is None else False,
         trust_env=False,
         follow_redirects=False,
         cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
@@ -58,6 +57,8 @@ JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
 DRAIN_POLL_S: Final = 0.02
 CONNECT_S: Final = 5.0
+FIRST_BYTE_S: Final = 300.0
+SILENCE_S: Final = 300.0
 # Reading the text of a refusal, which is only logged, takes at most this time.
 EXCERPT_TIMEOUT_S: Final = 5.0
 BODY_BYTES_MAX: Final = 64 << 20
@@ -115,6 +116,9 @@ class Clients:
 
     def __init__(self, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self._transport = transport
+        # Maximum waits for the beginning of an answer, and from one part of it to the next.
+        self.first_byte_s = FIRST_BYTE_S
+        self.silence_s = SILENCE_S
         # Maps upstreams to their client and the configuration for which the client was made.
         self._clients: dict[str, tuple[UpstreamConfig, httpx.AsyncClient]] = {}
         self._replaced: list[httpx.AsyncClient] = []
@@ -130,12 +134,13 @@ class Clients:
             request = self._client(upstream).build_request(
                 "POST", upstream.url + suffix, content=body, headers=_headers(upstream, Headers(scope=scope))
             )
-            async with asyncio.timeout(upstream.first_byte_s):
-                answer = UpstreamResponse(await self._client(upstream).send(request, stream=True), upstream)
+            async with asyncio.timeout(self.first_byte_s):
+                response = await self._client(upstream).send(request, stream=True)
+            answer = UpstreamResponse(response, upstream, self.first_byte_s + self.silence_s)
         except httpx.ConnectTimeout:
             raise Unreachable("timeout", f"no connection within {CONNECT_S:g} s", is_sent=False) from None
         except (TimeoutError, httpx.TimeoutException):
-            raise Unreachable("timeout", f"no answer within {upstream.first_byte_s:g} s") from None
+            raise Unreachable("timeout", f"no answer within {self.first_byte_s:g} s") from None
         except (httpx.HTTPError, OSError, ValueError) as error:
             is_sent = isinstance(error, httpx.HTTPError) and not isinstance(error, httpx.ConnectError)
             raise Unreachable("connection", str(error) or type(error).__name__, is_sent=is_sent) from None
@@ -170,7 +175,7 @@ class Clients:
             return known[1]
         if known is not None:
             self._replaced.append(known[1])
-        client = make_client(upstream.ca, upstream.silence_s, CONNECT_S, transport=self._transport)
+        client = make_client(self.silence_s, CONNECT_S, transport=self._transport)
         self._clients[upstream.name] = upstream, client
         return client
 
@@ -178,10 +183,11 @@ class Clients:
 class UpstreamResponse:
     """Response of an upstream, which must be read once and closed."""
 
-    def __init__(self, response: httpx.Response, upstream: UpstreamConfig) -> None:
+    def __init__(self, response: httpx.Response, upstream: UpstreamConfig, whole_s: float) -> None:
+        """An answer that is no stream must end within `whole_s`."""
         self._response = response
         self._name = upstream.name
-        self._whole_s = upstream.first_byte_s + upstream.silence_s
+        self._whole_s = whole_s
         self._tail = b""
         self._bytes = 0
         self.status = response.status_code

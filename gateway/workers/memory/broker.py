@@ -179,8 +179,6 @@ RETURN_DEADLINE_S: Final = 2.0
 RETURN_POLL_S: Final = 0.02
 SHRINK_DEADLINE_S: Final = 5.0
 ROOM_POLL_S: Final = 0.05
-# Lower bound of the configured residency, so that requests that waited for a model reach it before its eviction.
-RESIDENCY_MIN_S: Final = 0.5
 FAULT_PAUSE_S: Final = 1.0
 
 
@@ -291,7 +289,7 @@ class Broker:
         need = estimate(model, self.budget, profile.load if profile is not None else None)
         if not group.ranks:
             return need
-        parts = zip(group.ranks, parts_of(len(group.ranks), group.split), strict=True)
+        parts = zip(group.ranks, parts_of(len(group.ranks), ()), strict=True)
         local = [part for node, part in parts if node == LOCAL]
         return portion(need, sum(local), len(local))
 
@@ -407,9 +405,7 @@ class Broker:
     def _eviction_terms(self) -> EvictionTerms:
         exiting = [allocation for allocation in self.allocations.values() if self._is_exiting(allocation)]
         returning = sum(allocation.held for allocation in exiting) + sum(each.share for each in self._returns)
-        memory = self._memory
-        residency_s = max(memory.min_residency_s, RESIDENCY_MIN_S)
-        available = self.machine.available()
+        memory, residency_s, available = self._memory, self._limits.residency_s, self.machine.available()
         return EvictionTerms(self.budget, memory.max_loaded, residency_s, returning, len(exiting), available)
 
     def _snapshot(self) -> list[ModelSnapshot]:

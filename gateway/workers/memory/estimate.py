@@ -89,8 +89,7 @@ def _info(model: ModelConfig, path: str) -> ModelMetadata | None:
     """Read the metadata of a model or of its draft model; None if the files cannot be read."""
     try:
         is_draft = path != model.path
-        cache = -1 if model.expert_cache_bytes == "auto" else model.expert_cache_bytes
-        return inspect(find(path), model.dtype, model.context, 0, 0 if is_draft else model.kv_bits or 0, cache)
+        return inspect(find(path), model.dtype, model.context, 0, 0 if is_draft else model.kv_bits or 0)
     except (Unreadable, OSError, ValueError, TypeError, KeyError, ArithmeticError):
         # The model's worker will report the unreadable files. Other models must not be affected.
         return None

@@ -45,7 +45,6 @@ class ChangeSpec:
     """New specification for the next start. With `is_reload`, a running worker is replaced now."""
 
     spec: WorkerSpec
-    load_timeout_s: float
     is_preload: bool
     is_reload: bool
 

@@ -160,10 +160,10 @@ class RemoteRank:
         if status == SSH_FAILED:
             return self._ssh_failure(lines)
         if status in _NO_PROGRAM:
-            why = f"it cannot run {self._python}: install mlxd there, and name its interpreter as python of the group"
+            why = f"it cannot run {self._python}: install mlxd there at the same path as here"
             return self._refused(ExitStatus.BAD_CONFIG, why)
         if status == 1 and any("No module named" in line for line in lines):
-            why = f"{self._python} has no mlxd there: install it, or name the interpreter that has it as python"
+            why = f"{self._python} has no mlxd there: install it"
             return self._refused(ExitStatus.BAD_CONFIG, f"{why} of the group")
         if status == 2 and any("unrecognized arguments" in line for line in lines):
             return self._refused(ExitStatus.INCOMPATIBLE, f"mlxd is older there: install {__version__}")

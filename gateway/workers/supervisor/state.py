@@ -33,6 +33,9 @@ class WorkerLimits:
     # `step_s`.
     pong_s: float = 15.0
     step_s: float = 60.0
+    # A load may take `load_s`, and the time that its weights need at `load_bytes_per_s`.
+    load_s: float = 600.0
+    load_bytes_per_s: float = 50e6
     # A stuck process gets Dump, SIGABRT after `dump_s` and SIGKILL after `abort_s` more.
     dump_s: float = 0.5
     abort_s: float = 5.0
@@ -49,6 +52,8 @@ class WorkerLimits:
     adopt_s: float = 10.0
     drain_s: float = 30.0
     resume: ResumeLimits = field(default_factory=ResumeLimits)
+    # A loaded model stays in memory at least this long, so that requests that waited for it reach it.
+    residency_s: float = 10.0
     # Memory is measured each `measure_interval_s`. The pressure level rises at most once per `squeeze_s`, and falls by
     # one after `relax_s` without pressure.
     measure_interval_s: float = 1.0
@@ -60,6 +65,10 @@ class WorkerLimits:
     creep_bytes: int = 64 << 20
     recycle_s: float = 600.0
     recycle_gap_s: float = 60.0
+
+    def load_timeout_s(self, weights_bytes: int) -> float:
+        """Return the maximum duration of a load of weights of this size."""
+        return self.load_s + weights_bytes / self.load_bytes_per_s
 
     def stop_grace_s(self, weights_bytes: int) -> float:
         """Return the seconds from Shutdown to SIGKILL. A process killed while it frees wired memory may leak it."""

@@ -156,9 +156,9 @@ class WorkerHandle:
         if not self._inbox.is_closed:
             await self._command(lambda waiter: inbox.StopWorker(waiter, drain_s, is_closing, reason))
 
-    def change(self, spec: WorkerSpec, load_timeout_s: float, *, is_preload: bool, is_reload: bool) -> None:
+    def change(self, spec: WorkerSpec, *, is_preload: bool, is_reload: bool) -> None:
         """Set a new specification. With `is_reload`, a running worker is replaced, which pauses its streams."""
-        self._inbox.put(inbox.ChangeSpec(spec, load_timeout_s, is_preload, is_reload))
+        self._inbox.put(inbox.ChangeSpec(spec, is_preload, is_reload))
 
     def adopt(self, process: WorkerPort, epoch: int) -> None:
         """Adopt a process that an earlier gateway started. No other command may precede this one."""
@@ -232,12 +232,11 @@ class Worker(WorkerHandle):
         spec: WorkerSpec,
         effects: Effects,
         *,
-        load_timeout_s: float = 600.0,
         is_preload: bool = False,
     ) -> None:
         super().__init__(spec, effects, is_preload=is_preload)
         self._limits = effects.limits
-        self._load_timeout_s = load_timeout_s
+        self._load_timeout_s = self._limits.load_s
         # Heartbeat time-outs count only the time in which this gateway runs. A delayed turn of the event loop counts
         # for at most two intervals.
         self._run_clock = RunClock(2 * self._limits.heartbeat_s, effects.now)
@@ -290,7 +289,9 @@ class Worker(WorkerHandle):
                 self._on_denied(failure)
             case Hello():
                 self._on_hello(message)
-            case Loading() | AdaptersSet() | Goodbye():
+            case Loading():
+                self._on_loading(message)
+            case AdaptersSet() | Goodbye():
                 incarnation.note(message)
             case Ready():
                 self._on_ready(message)
@@ -372,7 +373,7 @@ class Worker(WorkerHandle):
 
     def _on_change(self, command: inbox.ChangeSpec) -> None:
         before, self.spec = self.spec, command.spec
-        self.is_preload, self._load_timeout_s = command.is_preload, command.load_timeout_s
+        self.is_preload = command.is_preload
         if not command.is_reload:
             self.incarnation.change(before, command.spec)
             return
@@ -432,7 +433,7 @@ class Worker(WorkerHandle):
         except OSError as error:
             self._settle_crashed(Failure(Code.INTERNAL, f"the worker of '{self.name}' cannot be started: {error}"))
             return
-        self._set_alarm(self._load_timeout_s)
+        self._allow_load()
 
     def _on_denied(self, failure: Failure) -> None:
         """Stop, because the model gets no memory. The next request tries again, because pins and budgets may have
@@ -452,8 +453,19 @@ class Worker(WorkerHandle):
         elif self.state is State.STARTING:
             incarnation.hello = hello
             self._enter(State.LOADING)
-            self._set_alarm(self._load_timeout_s)
+            self._allow_load()
             incarnation.greet()
+
+    def _on_loading(self, loading: Loading) -> None:
+        """Note the progress of a load. Once the size of the weights is known, the load has more time."""
+        self.incarnation.note(loading)
+        if self.state is State.LOADING and self._limits.load_timeout_s(loading.total_bytes) > self._load_timeout_s:
+            self._allow_load(loading.total_bytes)
+
+    def _allow_load(self, weights_bytes: int = 0) -> None:
+        """Give the load its time from now on."""
+        self._load_timeout_s = self._limits.load_timeout_s(weights_bytes)
+        self._set_alarm(self._load_timeout_s)
 
     def _on_ready(self, ready: Ready) -> None:
         if self.state in (State.STARTING, State.LOADING):

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from gateway.config.settings import MediaConfig, ModelConfig
+from gateway.media import read_media
 from gateway.media.documents import DocumentReader, PdfReader, with_pages
 from protocol.to_worker import ChatPrompt, Media
 from tests.gateway.harness import Gateway, running
@@ -18,7 +19,12 @@ from tests.support.pool import short_home
 pytestmark = pytest.mark.anyio
 TWO = pdf(PdfSheet("Hello\nWorld", "circle"), PdfSheet("Bye"))
 SCAN = pdf(PdfSheet("", "square"))
-LIMITS = MediaConfig(max_size_bytes=200_000, max_count=4)
+LIMITS = MediaConfig(max_size_bytes=200_000)
+
+
+@pytest.fixture(autouse=True)
+def four_media(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_media, "COUNT_MAX", 4)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import pytest
 from gateway.access.caller import Caller
 from gateway.api.common import serve
 from gateway.config.settings import MediaConfig, ModelConfig, ServerConfig
+from gateway.media import read_media
 from gateway.media.media_reference import IMAGE, Reference
 from gateway.request.record import RequestRecord
 from protocol.to_worker import ChatPrompt
@@ -22,7 +23,12 @@ from tests.support.pool import short_home
 pytestmark = pytest.mark.anyio
 
 CAT, DOG, BIRD = b"\x89PNG cat", b"\xff\xd8 dog", b"GIF89a bird"
-LIMITS = MediaConfig(max_size_bytes=200_000, max_count=4)
+LIMITS = MediaConfig(max_size_bytes=200_000)
+
+
+@pytest.fixture(autouse=True)
+def four_media(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_media, "COUNT_MAX", 4)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from gateway.config.experimental import (
     Experiment,
     experiments_of,
 )
-from gateway.config.settings import GroupConfig, KvEventsConfig, ModelConfig, ServerConfig, SparsePrefillConfig
+from gateway.config.settings import GroupConfig, ModelConfig, ServerConfig
 from gateway.ctl.hub import print_info
 from gateway.model_files.metadata import ModelMetadata
 from tests.gateway.harness import chat, running
@@ -45,10 +45,10 @@ def test_the_page_of_an_experimental_feature_names_it(each: Experiment) -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"sparse_prefill": SparsePrefillConfig(keep=0.5)}, SPARSE),
+        ({"sparse_prefill": 0.5}, SPARSE),
         ({"group": GroupConfig(("local", "local"), backend="jaccl")}, JACCL_GROUP),
         ({"experts": "disk"}, EXPERTS),
-        ({"kv_events": KvEventsConfig("tcp://127.0.0.1:5557")}, KV_EVENTS),
+        ({"kv_events": "tcp://127.0.0.1:5557"}, KV_EVENTS),
     ],
     ids=str,
 )
@@ -97,8 +97,19 @@ def test_info_names_experimental_features() -> None:
 @pytest.mark.anyio
 async def test_a_load_logs_the_experimental_features(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    used = model(kv_events=KvEventsConfig("tcp://127.0.0.1:5557"))
+    used = model(kv_events="tcp://127.0.0.1:5557")
     async with running(tmp_path, models=[used], server=OFF) as gateway:
         assert (await gateway.client.post("/v1/chat/completions", json=chat())).status_code == 200
     lines = [record.getMessage() for record in caplog.records if "experimental" in record.getMessage()]
     assert lines == [f"model m uses an experimental feature: {KV_EVENTS}"]
+    assert "tells prompts" not in caplog.text
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("address", ["tcp://10.0.0.5:5557", "tcp://*:5557"])
+async def test_a_load_warns_of_events_that_other_machines_can_read(
+    address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path, models=[model(kv_events=address)], server=OFF) as gateway:
+        assert (await gateway.client.post("/v1/chat/completions", json=chat())).status_code == 200
+    assert f"kv_events tells prompts to all that connect to {address}" in caplog.text

@@ -15,7 +15,6 @@ from gateway.config.export import schema, to_json, to_toml, toml_value
 from gateway.config.load import load_config
 from gateway.config.settings import (
     NOT_IN_FILE,
-    AudioConfig,
     BatchesConfig,
     CacheConfig,
     FallbackConfig,
@@ -26,7 +25,6 @@ from gateway.config.settings import (
     ProfileConfig,
     SamplingDefaults,
     ServerConfig,
-    SparsePrefillConfig,
     ThinkingDefaults,
     TlsConfig,
     UiConfig,
@@ -89,7 +87,7 @@ url = "https://a.example/v1"
 models = { big = "z-ai/glm", "x.y" = "z" }
 [models.big]
 path = "absent/model"
-group = { hosts = "hosts.json", python = "/opt/mlxd/bin/python" }
+group = { hosts = "hosts.json" }
 """
     )
     config = load_config(tmp_path, path, has_keys=has_keys)
@@ -125,7 +123,6 @@ def keys_of(table: type[Struct]) -> Iterator[tuple[str, str]]:
         ("## `[server]`", ServerConfig),
         ("## `[memory]`", MemoryConfig),
         ("## `[media]`", MediaConfig),
-        ("## `[audio]`", AudioConfig),
         ("## `[batches]`", BatchesConfig),
         ("## `[ui]`", UiConfig),
         ("## `[upstreams.NAME]`", UpstreamConfig),
@@ -136,7 +133,6 @@ def keys_of(table: type[Struct]) -> Iterator[tuple[str, str]]:
         ("### `thinking`", ThinkingDefaults),
         ("### `profiles`", ProfileConfig),
         ("### `cache`", CacheConfig),
-        ("### `sparse_prefill`", SparsePrefillConfig),
         ("### `tls`", TlsConfig),
     ],
 )
@@ -160,7 +156,6 @@ def test_the_schema_has_the_keys_of_the_file_and_allows_units() -> None:
         "server",
         "memory",
         "media",
-        "audio",
         "batches",
         "ui",
         "models",
@@ -170,7 +165,6 @@ def test_the_schema_has_the_keys_of_the_file_and_allows_units() -> None:
         ServerConfig,
         MemoryConfig,
         MediaConfig,
-        AudioConfig,
         BatchesConfig,
         UiConfig,
         ModelConfig,
@@ -178,7 +172,6 @@ def test_the_schema_has_the_keys_of_the_file_and_allows_units() -> None:
         ThinkingDefaults,
         ProfileConfig,
         CacheConfig,
-        SparsePrefillConfig,
         TlsConfig,
     ):
         assert set(made["$defs"][table.__name__]["properties"]) == {key for key, _ in keys_of(table)}

@@ -200,9 +200,8 @@ def test_unknown_keys_are_refused_with_their_line_and_a_suggestion(tmp_path: Pat
         ("[models.a]\nsampling = 3", "/mlxd.toml:2: sampling: expected object, got int"),
         ("[models.a]\ndtype = 'float8'", "unknown value 'float8'; one of auto, float32, float16, bfloat16"),
         ("[models.a]\nspeculate = 'off'\ndraft = 'b'", "3: draft: with speculate = 'off' nothing is drafted"),
-        ("[models.a]\nsparse_prefill = { keep = 0.5 }", "2: sparse_prefill: 'draft' names no model to choose tokens"),
-        ("[models.a]\nsparse_prefill = { keep = 2 }", "2: sparse_prefill.keep: "),
-        ("[models.a]\nbatching = 'equal'\ndeterministic = true", "2: deterministic runs one request at a time"),
+        ("[models.a]\nsparse_prefill = 0.5", "2: sparse_prefill: 'draft' names no model to choose tokens"),
+        ("[models.a]\nsparse_prefill = 2", "2: sparse_prefill: "),
         ("[models.a]\nparser = 'hermse'", "2: unknown parser 'hermse'; did you mean 'hermes'?"),
         ("[models.a]\nkind = 'audio'\nkeep_warm = '5m'", ":3: keep_warm is for models that generate text"),
         ("[models.a]\nexperts = 'disk'\nkeep_warm = '5m'", ":3: keep_warm is for models that generate text"),
@@ -396,12 +395,6 @@ def test_a_chat_template_is_given_as_text_or_by_its_file(tmp_path: Path) -> None
     assert "is longer than" in failure(tmp_path, '[models.a]\nchat_template = "huge.jinja"')
 
 
-def test_the_memory_for_bodies_holds_at_least_one(tmp_path: Path) -> None:
-    text = '[server]\nmax_body = "8MiB"\nbody_memory = "4MiB"'
-    assert "/mlxd.toml:3: body_memory: 4194304 bytes hold no body of max_body" in failure(tmp_path, text)
-    assert load(tmp_path, '[server]\nbody_memory = "64MiB"').server.body_memory_bytes == 64 << 20
-
-
 def test_the_words_for_effort_are_those_of_the_apis() -> None:
     assert get_args(Effort) == tuple(EFFORTS)
 
@@ -433,10 +426,6 @@ def test_a_machine_that_cannot_be_kept_awake_refuses_to_say_so(tmp_path: Path) -
     said = failure(tmp_path, '[server]\nprevent_sleep = "always"')
 
     assert said == "/mlxd.toml:2: prevent_sleep: 'always' is for macOS; set that in this system"
-
-
-def test_a_model_may_have_a_log_level_of_its_own_in_any_case(tmp_path: Path) -> None:
-    assert load(tmp_path, '[models.a]\nlog_level = "DEBUG"').models["a"].log_level == "debug"
 
 
 @pytest.mark.parametrize(("level", "status"), [*scaled([("DEBUG", 78)], []), ("Warning", 78), ("loud", 2)])

@@ -36,6 +36,15 @@ def test_a_removed_key_is_known_with_its_unit_too(tmp_path: Path) -> None:
     assert "capture_age_s is gone" in refusal(tmp_path, "[models.m]\n[server]\ncapture_age_s = 1\n")
 
 
+def test_a_removed_table_is_named_with_what_holds_now(tmp_path: Path) -> None:
+    assert "mlxd.toml:2: [audio] is gone: a file to transcribe" in refusal(tmp_path, "[models.m]\n[audio]\n")
+
+
+def test_a_key_of_a_table_that_became_a_value_says_what_to_write(tmp_path: Path) -> None:
+    reason = refusal(tmp_path, "[models.m]\nsparse_prefill = { keep = 0.5 }\n")
+    assert reason.endswith("mlxd.toml:2: keep is gone: " + REMOVED["models.NAME.sparse_prefill.keep"])
+
+
 def test_no_key_of_today_is_listed_as_removed() -> None:
     tables = {"": Config, **dict(_all_tables())}
     today = {

@@ -41,12 +41,20 @@ def test_plain_http_beyond_the_loopback_is_refused_unless_said_otherwise(tmp_pat
         ('url = "https://a/v1?x=1"\nkey_file = "b.key"', "no query or user"),
         ('url = "https://a:99999"\nkey_file = "b.key"', "is no URL"),
         ('url = "https://a"\nkey_file = "nope.key"', "nope.key"),
-        ('url = "https://a"\nkey_file = "b.key"\nca = "b.key"', "certificates"),
         ('url = "https://a"\nkey_file = "b.key"\nurls = 1', "unknown key"),
     ],
 )
 def test_what_cannot_be_an_upstream_is_an_error_with_its_line(tmp_path: Path, upstream: str, told: str) -> None:
     assert told in load(tmp_path, upstream)
+
+
+def test_authorities_that_the_environment_names_must_be_certificates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "b.key"))
+    reason = load(tmp_path, 'url = "https://a"\nkey_file = "b.key"')
+    assert "SSL_CERT_FILE" in reason
+    assert "holds no certificates" in reason
 
 
 def test_peers_are_refused_with_the_page_that_says_what_to_do(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A worker's specification is made of its model's settings in one place: for the daemon, `verify` and `calibrate`."""
 
 import asyncio
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +14,9 @@ from gateway.config.settings import (
     CacheConfig,
     Config,
     GroupConfig,
-    KvEventsConfig,
     MediaConfig,
     ModelConfig,
     ServerConfig,
-    SparsePrefillConfig,
 )
 from gateway.config.worker_spec_and_group import worker_spec
 from gateway.ctl.calibrate import findings
@@ -28,21 +27,20 @@ from protocol.spec import WorkerSpec
 from tests.support.machine import Recorder
 from tests.support.pool import short_home
 
-# Without a setting: `media_pixels`. Of one start: `epoch`, `memory_bytes` and `rank`, and how long a worker outlives
-# its gateway.
-UNSET = {"epoch", "down", "up", "memory_bytes", "rank", "orphan_grace_s", "orphan_max_s", "media_pixels"}
+# Of one start: `epoch`, `memory_bytes` and `rank`, and how long a worker outlives its gateway.
+UNSET = {"epoch", "down", "up", "memory_bytes", "rank", "orphan_grace_s", "orphan_max_s"}
+# Without a setting.
+UNSET |= {"media_pixels", "prefill_chunk", "batching", "expert_cache_bytes", "media_count"}
 MODEL = ModelConfig(
     name="m",
     path="p",
     dtype="bfloat16",
     context=77,
     max_running="auto",
-    prefill_chunk=64,
-    batching="single",
     deterministic=True,
     speculate="off",
     draft="d",
-    sparse_prefill=SparsePrefillConfig(0.5, 100),
+    sparse_prefill=0.5,
     kind="text",
     matryoshka=True,
     adapters={"a": "folder"},
@@ -52,10 +50,8 @@ MODEL = ModelConfig(
     cache=CacheConfig(1 << 30, 1 << 31),
     kv_bytes=1 << 29,
     kv_bits=8,
-    log_level="debug",
     experts="disk",
-    expert_cache_bytes=1 << 28,
-    kv_events=KvEventsConfig("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "t"),
+    kv_events="tcp://127.0.0.1:1",
     keep_warm_s=300.0,
 )
 
@@ -64,8 +60,8 @@ MODEL = ModelConfig(
 def config() -> Iterator[Config]:
     """Settings of which each differs from its default as far as a worker is told of it."""
     with short_home() as home:
-        media = MediaConfig(max_size_bytes=2048, max_count=3)
-        yield Config(home, ServerConfig(), {"m": MODEL}, home / "mlxd.toml", media=media)
+        media = MediaConfig(max_size_bytes=2048)
+        yield Config(home, ServerConfig(log_level="debug"), {"m": MODEL}, home / "mlxd.toml", media=media)
 
 
 def told(spec: WorkerSpec) -> set[str]:
@@ -75,18 +71,21 @@ def told(spec: WorkerSpec) -> set[str]:
 
 def test_a_specification_has_every_field_that_settings_decide(config: Config) -> None:
     spec = worker_spec(config, MODEL, "ipc://down", "ipc://up")
-    group = worker_spec(config, replace(MODEL, group=GroupConfig(("local", "local"), "pipeline", "ring", (1, 2))))
+    group = worker_spec(config, replace(MODEL, group=GroupConfig(("local", "local"), "pipeline", "ring")))
     assert group.group is not None
-    assert (group.group.nodes, group.group.split) == (("local", "local"), (1, 2))
+    assert group.group.nodes == ("local", "local")
     assert not group.disk_cache_dir
     everything = {field.name for field in fields(WorkerSpec)}
     assert told(spec) | {"group"} | UNSET == everything
     assert (spec.down, spec.up) == ("ipc://down", "ipc://up")
-    assert (spec.max_running, spec.expert_cache_bytes, spec.sparse_from) == (0, 1 << 28, 100)
+    assert spec.kv_events_replay == "tcp://127.0.0.1:2"
+    assert spec.kv_events_topic == f"kv@{socket.gethostname()}@m"
+    assert (spec.max_running, spec.log_level, spec.sparse_from) == (0, "debug", 8192)
 
 
 def test_settings_as_they_come_leave_a_specification_as_its_defaults_are(config: Config) -> None:
-    spec = worker_spec(replace(config, media=MediaConfig()), ModelConfig(name="m", path="p"))
+    config = replace(config, server=ServerConfig(), media=MediaConfig())
+    spec = worker_spec(config, ModelConfig(name="m", path="p"))
     usual = {"name", "path", "epoch", "down", "up", "max_waiting"}
     assert told(spec) == {*usual, "disk_cache_dir", "disk_cache_bytes", "disk_cache_tokens"}
 

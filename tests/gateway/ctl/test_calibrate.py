@@ -19,7 +19,7 @@ from tests.support.ctl import ctl
 
 def test_a_model_is_measured_and_info_tells_of_it(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
     path = model_folder("qwen3")
-    (tmp_path / "mlxd.toml").write_text(f'[models.m]\npath = "{path}"\nprefill_chunk = 64\nmax_running = "auto"\n')
+    (tmp_path / "mlxd.toml").write_text(f'[models.m]\npath = "{path}"\nmax_running = "auto"\n')
     done = ctl(tmp_path, "calibrate", "m", "--seconds", "1", "--json")
     assert done.returncode == 0, done.stderr
     findings = [json.loads(each) for each in done.stdout.splitlines()]

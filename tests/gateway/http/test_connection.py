@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config.settings import ServerConfig
+from gateway.http import connection_limits
 from gateway.http.connection import HEAD_BYTES_MAX, LATE_BYTES_MAX, PIPELINED_MAX, TRAILER_BYTES_MAX, GuardedProtocol
 from tests.gateway.harness import DEADLINE_S, Gateway, chat, running, until
 from tests.support.scale import patient
@@ -439,9 +439,12 @@ async def test_a_client_that_leaves_with_another_request_behind_a_whole_answer_h
 
 
 @pytest.mark.parametrize("last", [b"", LAST], ids=["kept", "closing"])
-async def test_answers_that_are_never_read_end_with_the_write_timeout(tmp_path: Path, last: bytes) -> None:
+async def test_answers_that_are_never_read_end_with_the_write_timeout(
+    tmp_path: Path, last: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More of them than the system's buffers hold."""
-    async with running(tmp_path, server=ServerConfig(write_timeout_s=patient(0.2))) as gateway:
+    monkeypatch.setattr(connection_limits, "WRITE_TIMEOUT_S", patient(0.2))
+    async with running(tmp_path) as gateway:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(("127.0.0.1", gateway.port))

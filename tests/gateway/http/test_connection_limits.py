@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.config.settings import Config, ServerConfig
+from gateway.http import connection_limits
 from gateway.http.connection_limits import (
     CLIENTS_MIN,
     RESERVED_FILES,
@@ -70,7 +71,7 @@ async def peers(gateway: Gateway, count: int, address: str = "127.0.0.1") -> Asy
 
 async def test_the_longest_idle_connection_gives_way_to_a_new_one(tmp_path: Path) -> None:
     async with (
-        running(tmp_path, server=ServerConfig(max_connections=3), address_part=1) as gateway,
+        running(tmp_path, connections_max=3, address_part=1) as gateway,
         peers(gateway, 3) as (first, second, third),
     ):
         # It is idle from now on, and not from when it connected.
@@ -85,8 +86,7 @@ async def test_the_longest_idle_connection_gives_way_to_a_new_one(tmp_path: Path
 
 
 async def test_a_connection_with_a_request_never_gives_way_and_the_new_one_is_told(tmp_path: Path) -> None:
-    server = ServerConfig(max_connections=2)
-    async with running(tmp_path, ["--step-ms", "5"], server=server, address_part=1) as gateway:
+    async with running(tmp_path, ["--step-ms", "5"], connections_max=2, address_part=1) as gateway:
         async with peers(gateway, 2) as streams:
             for stream in streams:
                 assert b" 200 " in await stream.ask(STREAM)
@@ -109,9 +109,8 @@ async def test_a_connection_with_a_request_never_gives_way_and_the_new_one_is_to
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8")
 async def test_one_address_that_has_all_that_it_may_have_takes_nothing_from_another(tmp_path: Path) -> None:
-    server = ServerConfig(max_connections=10)
     async with (
-        running(tmp_path, ["--step-ms", "5"], server=server, address_part=0.2) as gateway,
+        running(tmp_path, ["--step-ms", "5"], connections_max=10, address_part=0.2) as gateway,
         peers(gateway, 1, "127.0.0.3") as (other,),
         peers(gateway, 2, "127.0.0.2") as (first, second),
     ):
@@ -126,9 +125,11 @@ async def test_one_address_that_has_all_that_it_may_have_takes_nothing_from_anot
             assert gateway.metrics.connections["public"]() == 4
 
 
-async def test_a_client_that_takes_its_answer_very_slowly_gives_way(tmp_path: Path) -> None:
-    server = ServerConfig(max_connections=1, write_timeout_s=patient(2))
-    async with running(tmp_path, server=server, address_part=1) as gateway:
+async def test_a_client_that_takes_its_answer_very_slowly_gives_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_limits, "WRITE_TIMEOUT_S", patient(2))
+    async with running(tmp_path, connections_max=1, address_part=1) as gateway:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.setblocking(False)
@@ -176,7 +177,7 @@ async def test_two_reasons_to_drop_a_connection_drop_and_count_it_once() -> None
 
 
 async def test_all_addresses_of_a_machine_with_ipv6_are_one() -> None:
-    connections = public_connections(live(max_connections=4), Metrics(), 4096)
+    connections = public_connections(live(), Metrics(), 4096, connections_max=4)
     mine = [Idle() for _ in range(3)]
     for number, connection in enumerate(mine):
         assert connections.admit(connection, f"2001:db8:1:2::{number}")
@@ -188,8 +189,8 @@ async def test_all_addresses_of_a_machine_with_ipv6_are_one() -> None:
 
 
 async def test_a_trusted_proxy_may_have_as_many_as_all() -> None:
-    server = live(max_connections=4, trusted_proxies=("10.0.0.0/8",))
-    connections = public_connections(server, Metrics(), 4096)
+    server = live(trusted_proxies=("10.0.0.0/8",))
+    connections = public_connections(server, Metrics(), 4096, connections_max=4)
     proxied = [Idle() for _ in range(5)]
     for connection in proxied:
         assert connections.admit(connection, "10.1.2.3")
@@ -213,15 +214,7 @@ def test_a_limit_that_leaves_too_few_for_clients_is_a_plain_sentence() -> None:
         public_connections(live(), Metrics(), 128)
 
 
-@pytest.mark.parametrize(
-    ("server", "most"),
-    [({}, 3840), ({"max_connections": 100}, 100), ({"max_connections": 1 << 20}, 3840)],
-)
-def test_connections_are_as_many_as_configured_but_never_into_the_reserve(server: dict[str, int], most: int) -> None:
+def test_connections_are_as_many_as_the_open_files_beyond_the_reserve() -> None:
     metrics = Metrics()
-    own = live(**server)
-    public_connections(own, metrics, 4096)
-    assert metrics.connections_max["public"]() == most
-    # A reload holds from the next connection on.
-    own.apply(live(max_connections=9).config)
-    assert metrics.connections_max["public"]() == 9
+    public_connections(live(), metrics, 4096)
+    assert metrics.connections_max["public"]() == 3840

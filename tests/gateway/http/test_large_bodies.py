@@ -252,10 +252,16 @@ async def test_an_owner_at_its_share_waits_for_itself_and_holds_up_no_other(monk
     room.close()
 
 
-def test_a_key_has_half_of_the_memory_while_there_are_others() -> None:
-    server = ServerConfig(max_body_bytes=1000, body_memory_bytes=10_000)
+def test_a_key_has_half_of_the_memory_while_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_memory, "part_of_machine_bytes", lambda: 10_000)
+    server = ServerConfig(max_body_bytes=1024)
     assert [body_memory.share_bytes(server, has_others) for has_others in (True, False)] == [5000, 10_000]
-    assert body_memory.share_bytes(ServerConfig(max_body_bytes=4000, body_memory_bytes=10_000), True) == 8000
+    assert body_memory.share_bytes(ServerConfig(max_body_bytes=4000), True) == 8000
+
+
+def test_the_memory_for_bodies_holds_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_memory, "part_of_machine_bytes", lambda: 10_000)
+    assert body_memory.memory_bytes(ServerConfig(max_body_bytes=20_000)) == 20_000
 
 
 @pytest.mark.anyio
@@ -265,7 +271,8 @@ async def test_large_bodies_that_one_key_announces_cost_another_nothing(
     monkeypatch.setattr(body_memory, "MEMORY_WAIT_S", 0.05)
     file = KeyFile(tmp_path / "keys" / "keys.json")
     alice, bob = (file.create(Key(name=name, prefix="", salt="", hash=""))[1] for name in ("alice", "bob"))
-    server = ServerConfig(max_body_bytes=16 * LARGE_BYTES, body_memory_bytes=32 * LARGE_BYTES)
+    monkeypatch.setattr(body_memory, "part_of_machine_bytes", lambda: 32 * LARGE_BYTES)
+    server = ServerConfig(max_body_bytes=16 * LARGE_BYTES)
     async with running(tmp_path, ["--step-ms", "1"], server=server) as gateway:
         numbers = gateway.metrics.body_numbers
         begun = [await begin(gateway, 16 * LARGE_BYTES, alice) for _ in range(8)]
@@ -290,7 +297,8 @@ async def test_bodies_that_never_end_take_no_more_than_their_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(body_memory, "MEMORY_WAIT_S", 0.05)
-    server = ServerConfig(max_body_bytes=1000, body_memory_bytes=3000)
+    monkeypatch.setattr(body_memory, "part_of_machine_bytes", lambda: 3000)
+    server = ServerConfig(max_body_bytes=1000)
     async with running(tmp_path, ["--step-ms", "1"], server=server) as gateway:
         numbers = gateway.metrics.body_numbers
         begun = [await begin(gateway, 1000) for _ in range(3)]

@@ -57,7 +57,7 @@ class Client:
 
 async def test_a_client_that_leaves_cuts_the_work_off_and_nothing_else() -> None:
     client = Client()
-    async with StreamWatch(client.receive, 0) as watch:
+    async with StreamWatch(client.receive) as watch:
         client.left.set()
         await asyncio.Event().wait()
 
@@ -67,7 +67,7 @@ async def test_a_client_that_leaves_cuts_the_work_off_and_nothing_else() -> None
 
 async def test_work_that_ends_is_not_cut_off() -> None:
     client = Client()
-    async with StreamWatch(client.receive, 10) as watch:
+    async with StreamWatch(client.receive) as watch:
         await asyncio.sleep(0)
 
     client.left.set()
@@ -79,7 +79,7 @@ async def test_a_cancellation_from_outside_goes_through() -> None:
     client = Client()
 
     async def work() -> None:
-        async with StreamWatch(client.receive, 0):
+        async with StreamWatch(client.receive):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(work())
@@ -91,7 +91,7 @@ async def test_a_cancellation_from_outside_goes_through() -> None:
 
 async def test_an_exception_goes_through() -> None:
     with pytest.raises(RuntimeError):
-        async with StreamWatch(Client().receive, 0):
+        async with StreamWatch(Client().receive):
             raise RuntimeError("boom")
 
 
@@ -157,7 +157,7 @@ async def respond(
     )
     services = gateway.app.services
     with Generation(services, services.config.models["m"], [generate], record, encoder.bind) as generation:
-        await respond_stream(generation, encoder, record, client.receive, client.send, 0, pace)
+        await respond_stream(generation, encoder, record, client.receive, client.send, pace)
     return record
 
 

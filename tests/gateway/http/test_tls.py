@@ -7,6 +7,7 @@ import logging
 import signal
 import socket
 import ssl
+import sys
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -24,6 +25,7 @@ from gateway.config.export import to_toml
 from gateway.config.load import load_config
 from gateway.config.settings import ConfigError, ServerConfig
 from gateway.ctl.doctor import machine_facts as doctor
+from gateway.http import connection_limits
 from gateway.http.connection import PIPELINED_MAX
 from gateway.http.connection_limits import ADDRESS_PART
 from gateway.reload import Reloader
@@ -55,7 +57,12 @@ def authority(tmp_path: Path) -> Authority:
 
 @asynccontextmanager
 async def secured(
-    authority: Authority, *options: str, handshake_s: float = 60.0, address_part: float = ADDRESS_PART, **server: Any
+    authority: Authority,
+    *options: str,
+    handshake_s: float = 60.0,
+    address_part: float = ADDRESS_PART,
+    connections_max: int = sys.maxsize,
+    **server: Any,
 ) -> AsyncGenerator[Gateway, None]:
     config = ServerConfig(tls=authority.config, **server)
     async with running(
@@ -64,6 +71,7 @@ async def secured(
         server=config,
         handshake_s=handshake_s,
         address_part=address_part,
+        connections_max=connections_max,
         verify=authority.client(),
     ) as gateway:
         yield gateway
@@ -147,8 +155,11 @@ async def test_a_client_that_leaves_its_stream_frees_its_place_and_nothing_is_lo
 
 
 @pytest.mark.parametrize("last", [b"", CLOSING], ids=["kept", "closing"])
-async def test_a_client_that_takes_nothing_is_cut_off_over_tls(authority: Authority, last: bytes) -> None:
-    async with secured(authority, write_timeout_s=patient(0.5)) as gateway:
+async def test_a_client_that_takes_nothing_is_cut_off_over_tls(
+    authority: Authority, last: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_limits, "WRITE_TIMEOUT_S", patient(0.5))
+    async with secured(authority) as gateway:
         raw = socket.socket()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.setblocking(False)
@@ -179,7 +190,7 @@ async def test_a_handshake_that_does_not_end_is_counted_as_a_connection_and_cut_
 
 
 async def test_handshakes_that_do_not_end_give_way_to_clients(authority: Authority) -> None:
-    async with secured(authority, max_connections=3, address_part=1) as gateway:
+    async with secured(authority, connections_max=3, address_part=1) as gateway:
         idle = [await asyncio.open_connection(HOST, gateway.port) for _ in range(3)]
         await until(lambda: gateway.metrics.connections["public"]() == 3)
 

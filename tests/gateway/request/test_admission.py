@@ -1,4 +1,6 @@
 import asyncio
+import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -8,12 +10,23 @@ from gateway.config.settings import ModelConfig
 from gateway.errors import ApiError, BadRequest, Overloaded, Unavailable
 from gateway.request.admission import Admission
 
-MODEL = ModelConfig(name="m", path="m", max_running=2, max_waiting=1)
+MODEL = ModelConfig(name="m", path="m", max_running=2)
+
+
+def queue_of(
+    waiting_max: int,
+    on_rejection: Callable[[str, str], None] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Admission:
+    """Queues with few places."""
+    admission = Admission(on_rejection, clock)
+    admission.waiting_max = waiting_max
+    return admission
 
 
 def test_a_full_queue_is_a_429_with_retry_after() -> None:
     rejections: list[tuple[str, str]] = []
-    admission = Admission(lambda model, reason: rejections.append((model, reason)))
+    admission = queue_of(1, lambda model, reason: rejections.append((model, reason)))
 
     with admission.lease(MODEL, 2), admission.lease(MODEL):
         with pytest.raises(Overloaded) as caught, admission.lease(MODEL):
@@ -27,27 +40,27 @@ def test_a_full_queue_is_a_429_with_retry_after() -> None:
 
 
 def test_other_limits_of_a_model_hold_from_the_next_request_on() -> None:
-    admission = Admission()
-    narrow = ModelConfig(name="m", path="m", max_running=1, max_waiting=0)
-    wide = ModelConfig(name="m", path="m", max_running=1, max_waiting=9)
+    admission = queue_of(1)
+    narrow = ModelConfig(name="m", path="m", max_running=1)
+    wide = ModelConfig(name="m", path="m", max_running=9)
 
     with admission.lease(MODEL), admission.lease(MODEL):
-        with pytest.raises(Overloaded, match="2 of 1"), admission.lease(narrow):
+        with pytest.raises(Overloaded, match="2 of 2"), admission.lease(narrow):
             pass
         with admission.lease(wide):
             assert admission.inside("m") == 3
 
 
 def test_one_models_queue_does_not_fill_anothers() -> None:
-    admission = Admission()
-    other = ModelConfig(name="o", path="o", max_running=1, max_waiting=0)
+    admission = queue_of(1)
+    other = ModelConfig(name="o", path="o", max_running=1)
 
     with admission.lease(MODEL, 3), admission.lease(other):
         pass
 
 
 def test_a_request_that_can_never_fit_is_a_400() -> None:
-    with pytest.raises(BadRequest), Admission().lease(MODEL, 4):
+    with pytest.raises(BadRequest), queue_of(1).lease(MODEL, 4):
         pass
 
 
@@ -63,7 +76,7 @@ def test_nothing_is_admitted_while_draining() -> None:
 
 def test_retry_after_grows_with_how_long_requests_take_and_stays_in_bounds() -> None:
     now = 0.0
-    admission = Admission(clock=lambda: now)
+    admission = queue_of(1, clock=lambda: now)
 
     def rejected_after(seconds: float) -> float:
         nonlocal now
@@ -80,8 +93,8 @@ def test_retry_after_grows_with_how_long_requests_take_and_stays_in_bounds() -> 
 
 def test_one_key_may_have_its_share_of_a_queue_and_the_others_the_rest() -> None:
     rejections: list[str] = []
-    admission = Admission(lambda _, reason: rejections.append(reason))
-    model = ModelConfig(name="m", path="m", max_running=2, max_waiting=8)
+    admission = queue_of(8, lambda _, reason: rejections.append(reason))
+    model = ModelConfig(name="m", path="m", max_running=2)
     with admission.lease(model, 5, "greedy", 50):
         with pytest.raises(Overloaded, match="5 of the 5 places in the queue of m") as caught:
             admission.lease(model, 1, "greedy", 50).__enter__()
@@ -99,14 +112,14 @@ def test_one_key_may_have_its_share_of_a_queue_and_the_others_the_rest() -> None
 
 
 def test_a_share_is_at_least_one_place() -> None:
-    model = ModelConfig(name="m", path="m", max_running=1, max_waiting=0)
-    with Admission().lease(model, 1, "k", 1):
+    model = ModelConfig(name="m", path="m", max_running=1)
+    with queue_of(0).lease(model, 1, "k", 1):
         pass
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3), st.booleans(), st.booleans()), max_size=12))
 def test_no_lease_is_leaked_whatever_is_cancelled_or_raised(plan: list[tuple[int, int, bool, bool]]) -> None:
-    admission = Admission()
+    admission = queue_of(1)
     most = 0
 
     async def request(sequences: int, turns: int, raises: bool) -> None:

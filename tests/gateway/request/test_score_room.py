@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from gateway.config.settings import ServerConfig
 from gateway.errors import BadRequest, Unavailable
-from gateway.request import generation
+from gateway.request import body_memory, generation
 from gateway.request.body_memory import Bodies
 from gateway.request.generation import ScoreRoom, scores_bytes
 from protocol.to_worker import Generate, Sampling, TokensPrompt
@@ -72,9 +72,10 @@ ROOM = 3 * ONE
 @pytest.mark.anyio
 @pytest.mark.parametrize("fields", [{"echo": True, "logprobs": 5}, {"prompt_logprobs": 5}], ids=["echo", "prompt"])
 async def test_requests_with_scores_fill_no_more_than_the_room_and_give_it_back(
-    fields: dict[str, Any], tmp_path: Path
+    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = ServerConfig(max_body_bytes=1000, body_memory_bytes=ROOM)
+    monkeypatch.setattr(body_memory, "part_of_machine_bytes", lambda: ROOM)
+    server = ServerConfig(max_body_bytes=1000)
     async with running(tmp_path, ["--step-ms", "50"], server=server) as gateway:
         numbers = gateway.metrics.body_numbers
         long = [asyncio.create_task(ask(gateway, fields, 10_000)) for _ in range(2)]

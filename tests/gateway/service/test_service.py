@@ -322,10 +322,21 @@ def test_a_configuration_that_is_a_pipe_is_not_read_for_the_service(tmp_path: Pa
     assert ctl(tmp_path, "service", "install", "--dry-run", "--manager", "systemd").returncode == 0
 
 
-def test_what_is_rendered_holds_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_rendered_holds_no_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     for manager in ("launchd", "systemd"):
         assert "hf_secret" not in ctl(tmp_path, "service", "install", "--dry-run", "--manager", manager).stdout
+
+
+def test_a_service_has_the_authorities_and_the_time_zone_with_which_it_was_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "/etc/mlxd/ca.pem")
+    monkeypatch.setenv("TZ", "Pacific/Auckland")
+    for manager in ("launchd", "systemd"):
+        shown = ctl(tmp_path, "service", "install", "--dry-run", "--manager", manager).stdout
+        assert "/etc/mlxd/ca.pem" in shown
+        assert "Pacific/Auckland" in shown
 
 
 def test_the_machines_service_needs_a_user_of_its_own(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ STATS = Stats(
 )
 
 
-def values(metrics: Metrics) -> dict[str, float]:
-    return parsed(Exposition(metrics).text().decode())
+def values(metrics: Metrics, *, has_vllm_names: bool = False) -> dict[str, float]:
+    return parsed(Exposition(metrics, has_vllm_names=has_vllm_names).text().decode())
 
 
 def parsed(text: str) -> dict[str, float]:
@@ -151,8 +151,7 @@ def test_the_series_that_vllm_has_are_shown_under_its_names_where_that_is_wanted
     metrics.model("m").sequence_ended("stop", Usage(10, 4, 5, queue_ms=1000, prefill_ms=2000, decode_ms=4000))
     metrics.step("m", Step(1, 1, [Delta(1, token_ids=(1, 2))], STATS))
     assert "vllm:" not in Exposition(metrics).text().decode()
-    metrics.has_vllm_names = lambda: True
-    found = values(metrics)
+    found = values(metrics, has_vllm_names=True)
 
     assert found["vllm:num_requests_running{engine=0,model_name=m}"] == 2
     assert found["vllm:prompt_tokens_total{engine=0,model_name=m}"] == 10
@@ -164,16 +163,28 @@ def test_the_series_that_vllm_has_are_shown_under_its_names_where_that_is_wanted
     assert "block_size=64" in config
     assert "num_gpu_blocks=512" in config
     metrics.step("m", Step(1, 2, [], structs.replace(STATS, kv_blocks=0)))
-    assert "vllm:cache_config_info{" not in Exposition(metrics).text().decode(), "its KV does not grow"
+    text = Exposition(metrics, has_vllm_names=True).text().decode()
+    assert "vllm:cache_config_info{" not in text, "its KV does not grow"
     metrics.model("m").adapters.update({"sql": 3, "docs": 1})
     metrics.model("m").adapters_running.update({"sql": 2, "docs": 0})
-    text = Exposition(metrics).text().decode()
+    text = Exposition(metrics, has_vllm_names=True).text().decode()
     line = next(line for line in text.splitlines() if line.startswith("vllm:lora_requests_info{"))
     assert 'running_lora_adapters="sql"' in line
     assert 'max_lora="64"' in line
     assert found["mlxd_num_requests_running{model=m}"] == 2
     for name in NAMES.values():
         assert any(key.startswith(f"vllm:{name}") for key in found), name
+
+
+@pytest.mark.anyio
+async def test_a_scrape_asks_for_the_names_of_vllm(tmp_path: Path, anyio_backend: str) -> None:
+    async with running(tmp_path) as gateway:
+        get = gateway.client.get
+        assert "vllm:num_requests_running{" in (await get("/metrics?names=vllm")).text
+        assert "vllm:" not in (await get("/metrics")).text
+        refused = await get("/metrics?names=sglang")
+
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "names")
 
 
 @pytest.mark.anyio

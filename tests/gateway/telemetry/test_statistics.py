@@ -31,10 +31,9 @@ VOLATILE = {"pid", "since_s", "uptime_s", "idle_s", "share_bytes", "floor_bytes"
 
 def exposition() -> list[str]:
     metrics = Metrics()
-    metrics.has_vllm_names = lambda: True
     metrics.state("m", "ready")
     metrics.pong("m", Pong(1, 1, distinct()))
-    lines = Exposition(metrics).text().decode().splitlines()
+    lines = Exposition(metrics, has_vllm_names=True).text().decode().splitlines()
     ours = [line for line in lines if line.split(" ")[2 if line[0] == "#" else 0].startswith(("mlxd_", "vllm:"))]
     return sorted(line for line in ours if not any(name in line for name in GATEWAYS))
 

@@ -12,7 +12,8 @@ import httpx
 import pytest
 from msgspec import structs
 
-from gateway.config.settings import ModelConfig, ServerConfig, UiConfig
+from gateway.config.settings import ModelConfig, UiConfig
+from gateway.http import connection_limits
 from gateway.telemetry.logs import OURS
 from gateway.web import feed as feed_module
 from gateway.web.feed import EVENT_LINES_MAX, VIEWERS_MAX, Feed, LogTail
@@ -35,6 +36,7 @@ def fast() -> AsyncIterator[None]:
     """Twenty looks a second."""
     patch = pytest.MonkeyPatch()
     patch.setattr(feed_module, "INTERVAL_S", 0.05)
+    patch.setattr(connection_limits, "WRITE_TIMEOUT_S", 2.0)
     yield
     patch.undo()
 
@@ -42,8 +44,7 @@ def fast() -> AsyncIterator[None]:
 @pytest.fixture(scope="module")
 async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Gateway, None]:
     home = tmp_path_factory.mktemp("h")
-    server = ServerConfig(write_timeout_s=2.0)
-    async with running(home, ["--step-ms", "5"], MODELS, server) as running_gateway:
+    async with running(home, ["--step-ms", "5"], MODELS) as running_gateway:
         yield running_gateway
 
 

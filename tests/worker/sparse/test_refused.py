@@ -26,10 +26,11 @@ def asked(keep: float | None = 0.0, **fields: Any) -> Generate:
     return Generate(1, TokensPrompt((1, 2)), Sampling(), sparse_keep=keep, **fields)
 
 
-def test_a_prompt_has_the_part_that_the_request_or_the_model_names_from_a_length_on() -> None:
+def test_a_prompt_has_the_part_that_the_request_names_or_from_a_length_on_that_of_the_model() -> None:
     assert LIMITS.keep_of(asked(), 1000, has_media=False) == 0.25
     assert LIMITS.keep_of(asked(0.5), 1000, has_media=False) == 0.5
-    assert LIMITS.keep_of(asked(0.5), 999, has_media=False) == 0.0
+    assert LIMITS.keep_of(asked(0.5), 999, has_media=False) == 0.5
+    assert LIMITS.keep_of(asked(), 999, has_media=False) == 0.0
     assert LIMITS.keep_of(asked(None), 1000, has_media=False) == 0.0
     assert NO_SPARSE.keep_of(asked(None), 1000, has_media=True) == 0.0
 

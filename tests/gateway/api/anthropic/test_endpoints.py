@@ -155,8 +155,9 @@ async def test_an_image_is_a_clear_refusal(gateway: Gateway) -> None:
 
 
 async def test_a_full_queue_and_a_draining_server_have_anthropics_types(tmp_path: Path) -> None:
-    model = ModelConfig(name="m", path="m", max_running=1, max_waiting=0)
+    model = ModelConfig(name="m", path="m", max_running=1)
     async with running(tmp_path, models=[model]) as gateway:
+        gateway.app.services.admission.waiting_max = 0
         body = message(stream=True, max_tokens=1_000_000)
         async with gateway.client.stream("POST", PATH, json=body) as first:
             assert await anext(first.aiter_lines()) == "event: message_start"
@@ -222,7 +223,7 @@ async def test_pings_are_sent_during_a_load(tmp_path: Path) -> None:
         record = RequestRecord("id", "POST", PATH)
         services = gateway.app.services
         with Generation(services, services.config.models["m"], [generate], record, encoder.bind) as generation:
-            await respond_stream(generation, encoder, record, receive, send, 0, StreamTiming(0.01, 0.02))
+            await respond_stream(generation, encoder, record, receive, send, StreamTiming(0.01, 0.02))
 
     said = names(b"".join(sent).decode())
     assert said[:3] == ["message_start", "ping", "ping"]

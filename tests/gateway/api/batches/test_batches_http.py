@@ -12,7 +12,7 @@ import pytest
 from gateway.access.key import Key, KeyFile
 from gateway.config.settings import BatchesConfig, MemoryConfig, ModelConfig
 from gateway.request.admission import BatchGate
-from gateway.workers.supervisor.state import State
+from gateway.workers.supervisor.state import State, WorkerLimits
 from tests.gateway.harness import DEADLINE_S, Gateway, chat, running, until
 from tests.support.pool import short_home
 from tests.support.scale import patient
@@ -237,8 +237,9 @@ async def test_a_batch_waits_while_another_request_runs(home: Path) -> None:
 
 
 async def test_requests_of_batches_take_no_place_in_the_queue(home: Path) -> None:
-    models = [ModelConfig(name="m", path="m", max_running=1, max_waiting=0)]
+    models = [ModelConfig(name="m", path="m", max_running=1)]
     async with running(home, ["--step-ms", "20"], models=models) as gateway:
+        gateway.app.services.admission.waiting_max = 0
         client = gateway.client
         batch_id = await begun(client, lines(1, max_tokens=200))
         await until(lambda: gateway.link.in_flight > 0)
@@ -250,8 +251,8 @@ async def test_requests_of_batches_take_no_place_in_the_queue(home: Path) -> Non
 
 async def test_no_model_is_unloaded_for_a_batch_and_a_batchs_model_leaves_for_a_request(home: Path) -> None:
     models = [ModelConfig(name=name, path=name) for name in ("m", "other")]
-    memory = MemoryConfig(max_loaded=1, min_residency_s=0)
-    async with running(home, ["--step-ms", "20"], models=models, memory=memory) as gateway:
+    memory, limits = MemoryConfig(max_loaded=1), WorkerLimits(goodbye_s=patient(0.03), residency_s=0)
+    async with running(home, ["--step-ms", "20"], models=models, memory=memory, limits=limits) as gateway:
         client, gate = gateway.client, gateway.app.services.batch_gate
         assert await gate.admits("m")
         assert (await client.post(CHAT, json=chat(model="other"))).status_code == 200

@@ -30,8 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 async def gateway(folder: Path, model_folder: Callable[[str], Path]) -> AsyncGenerator[Gateway, None]:
-    plain = ModelConfig(name="plain", path=str(model_folder("qwen3")), batching="together")
-    async with serving(ModelConfig(name="m", path=str(folder), batching="together"), plain) as started:
+    plain = ModelConfig(name="plain", path=str(model_folder("qwen3")))
+    async with serving(ModelConfig(name="m", path=str(folder)), plain) as started:
         yield started
 
 

@@ -23,9 +23,7 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="module")
 async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Gateway, None]:
     folder = build_embedder("bert", tmp_path_factory.mktemp("bert"))
-    async with serving(
-        ModelConfig(name="e", path=str(folder)), ModelConfig(name="demo", path="demo", batching="together")
-    ) as started:
+    async with serving(ModelConfig(name="e", path=str(folder)), ModelConfig(name="demo", path="demo")) as started:
         yield started
 
 

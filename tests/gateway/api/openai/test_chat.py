@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.config.settings import ModelConfig, ServerConfig
+from gateway.http import connection_limits
 from gateway.http.listen_and_tls import raise_file_limit
 from gateway.link.parked_sequences import ResumeLimits
 from gateway.request.record import ignored_header
@@ -255,9 +256,9 @@ async def test_a_client_that_leaves_while_the_model_loads_frees_its_place(tmp_pa
         assert gateway.metrics.model("m").opening == 0
 
 
-async def test_a_client_that_never_reads_is_cut_off(tmp_path: Path) -> None:
-    server = ServerConfig(write_timeout_s=0.2)
-    async with running(tmp_path, ["--step-ms", "4", "--tokens-per-step", "2000"], server=server) as gateway:
+async def test_a_client_that_never_reads_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limits, "WRITE_TIMEOUT_S", 0.2)
+    async with running(tmp_path, ["--step-ms", "4", "--tokens-per-step", "2000"]) as gateway:
         _, writer = await _open(gateway, chat(stream=True, max_tokens=1 << 30))
         await until(lambda: gateway.link.in_flight == 1)
         # asyncio's reader stops reading at its limit, so the kernel's buffers fill up.
@@ -363,8 +364,9 @@ async def test_a_request_that_kills_workers_is_a_400_now_and_later(tmp_path: Pat
 
 
 async def test_a_full_queue_is_a_429_and_a_draining_server_a_503(tmp_path: Path) -> None:
-    model = ModelConfig(name="m", path="m", max_running=1, max_waiting=0)
+    model = ModelConfig(name="m", path="m", max_running=1)
     async with running(tmp_path, models=[model]) as gateway:
+        gateway.app.services.admission.waiting_max = 0
         _, writer = await _open(gateway, chat(stream=True, max_tokens=1_000_000))
         await until(lambda: gateway.link.in_flight == 1)
         full = await gateway.client.post(PATH, json=chat())
@@ -383,8 +385,9 @@ async def test_a_full_queue_is_a_429_and_a_draining_server_a_503(tmp_path: Path)
 async def test_a_thousand_clients_at_once_are_all_answered(tmp_path: Path) -> None:
     if raise_file_limit() < 2500:
         pytest.skip("this machine allows too few open files for both ends of 1000 connections")
-    model = ModelConfig(name="m", path="m", max_running=8, max_waiting=92)
+    model = ModelConfig(name="m", path="m", max_running=8)
     async with running(tmp_path, ["--step-ms", "1"], models=[model]) as gateway:
+        gateway.app.services.admission.waiting_max = 92
 
         async def ask() -> int:
             reader, writer = await _open(gateway, chat(max_tokens=50))

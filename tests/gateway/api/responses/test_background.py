@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from gateway.access.key import Key, KeyFile
-from gateway.api.responses import background
+from gateway.api.responses import background, journal
 from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.request.generation import Generation
 from tests.gateway.harness import Gateway, running, until
@@ -23,7 +23,6 @@ pytestmark = pytest.mark.anyio
 
 PATH = "/v1/responses"
 TEXT = [["text", "Hel"], ["text", "lo"], ["finish", "stop"]]
-NO_JOURNAL = ServerConfig(response_journal_bytes=0)
 
 
 @pytest.fixture(scope="module")
@@ -322,8 +321,11 @@ async def test_it_survives_the_death_of_its_worker_without_its_readers_noticing(
     assert "".join(event["delta"] for event in told if event["type"] == "response.output_text.delta") == text_of(120)
 
 
-async def test_one_that_ends_with_its_gateway_is_failed_and_keeps_what_there_was(tmp_path: Path) -> None:
-    async with running(tmp_path, ["--step-ms", "5"], server=NO_JOURNAL) as gateway:
+async def test_one_that_ends_with_its_gateway_is_failed_and_keeps_what_there_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "JOURNALS_BYTES_MAX", 0)
+    async with running(tmp_path, ["--step-ms", "5"]) as gateway:
         made = (await gateway.client.post(PATH, json=asking(5000))).json()
         await until(lambda: gateway.metrics.model("m").generation_tokens > 10)
     async with running(tmp_path) as gateway:
@@ -339,7 +341,8 @@ async def test_one_whose_gateway_died_is_told_as_failed_with_its_last_checkpoint
 ) -> None:
     monkeypatch.setattr(background, "CHECKPOINT_S", 0.05)
     tmp_path, home = tmp_path / "a", tmp_path / "b"
-    async with running(tmp_path, ["--step-ms", "5"], server=NO_JOURNAL) as gateway:
+    monkeypatch.setattr(journal, "JOURNALS_BYTES_MAX", 0)
+    async with running(tmp_path, ["--step-ms", "5"]) as gateway:
         made = (await gateway.client.post(PATH, json=asking(5000))).json()
         database = gateway.app.services.config.store_path
         await until(lambda: b"t0 t1 " in contents(database))

@@ -15,6 +15,7 @@ import pytest
 from gateway.api.common import serve
 from gateway.api.responses import encoder, response
 from gateway.config.settings import ServerConfig
+from gateway.http import connection_limits
 from gateway.http.bodies import SLICE_BYTES
 from gateway.http.connection import GuardedProtocol
 from gateway.http.sse import StreamTiming, respond_stream
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.anyio
 LARGE: Final = f"{'x' * 62}ü\n" * (8 * MIB // 64)
 # Frames of a chunk or of a message.
 FRAMING_BYTES: Final = 64
-SERVER: Final = ServerConfig(max_body_bytes=20 * MIB, body_memory_bytes=40 * MIB, write_timeout_s=600)
+SERVER: Final = ServerConfig(max_body_bytes=20 * MIB)
 QUICK: Final = StreamTiming(hold_s=0.02, keepalive_s=0.02)
 
 
@@ -65,12 +66,11 @@ async def cold(home: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[tu
             super().connection_made(_Transport(transport, sizes))  # type: ignore[arg-type]
 
     async def respond(*arguments: Any) -> Any:
-        generation, encoder, record, receive, send, timeout_s, _, kind, on_progress, slice_events = arguments
-        return await respond_stream(
-            generation, encoder, record, receive, send, timeout_s, QUICK, kind, on_progress, slice_events
-        )
+        generation, encoder, record, receive, send, _, kind, on_progress, slice_events = arguments
+        return await respond_stream(generation, encoder, record, receive, send, QUICK, kind, on_progress, slice_events)
 
     monkeypatch.setattr(serve, "respond_stream", respond)
+    monkeypatch.setattr(connection_limits, "WRITE_TIMEOUT_S", 600.0)
     async with running(
         home, ["--load-s", str(patient(1.5))], server=SERVER, worker="talkative", protocol=Protocol
     ) as gateway:

@@ -35,7 +35,7 @@ from gateway.api.responses.journal import (
 from gateway.api.responses.request import decode_responses, toolbox
 from gateway.api.responses.response import Response
 from gateway.api.responses.resumption import LOST_EVENTS_MAX, ReplayedResponse, replay
-from gateway.config.settings import ModelConfig, ServerConfig
+from gateway.config.settings import ModelConfig
 from gateway.disk_and_clock import Disk
 from gateway.errors import Unavailable
 from gateway.media.read_media import share_bytes
@@ -329,9 +329,11 @@ async def test_its_file_is_private_and_goes_with_it(tmp_path: Path) -> None:
         await until(lambda: files(tmp_path) == [])
 
 
-async def test_without_room_a_response_ends_with_its_gateway_and_that_is_counted(tmp_path: Path) -> None:
-    server = ServerConfig(response_journal_bytes=4000)
-    async with running(tmp_path, SLOW, server=server) as gateway:
+async def test_without_room_a_response_ends_with_its_gateway_and_that_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journals, "JOURNALS_BYTES_MAX", 4000)
+    async with running(tmp_path, SLOW) as gateway:
         large = await started(gateway, input="x" * 5000)
         assert files(tmp_path) == []
         small = await started(gateway, max_output_tokens=400)
@@ -340,7 +342,7 @@ async def test_without_room_a_response_ends_with_its_gateway_and_that_is_counted
         await until(lambda: files(tmp_path) == [])
         assert said(await reading) == text_of(400)
         assert gateway.metrics.store_problems["journal"] == 2
-    async with running(tmp_path, server=server) as gateway:
+    async with running(tmp_path) as gateway:
         assert (await ended(gateway, large))["status"] == "failed"
 
 
@@ -585,10 +587,11 @@ async def test_what_another_model_would_say_is_not_said(tmp_path: Path, models: 
     assert files(tmp_path) == []
 
 
-async def test_what_is_off_leaves_nothing(tmp_path: Path) -> None:
+async def test_what_is_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(tmp_path, SLOW) as gateway:
         made = await started(gateway)
-    async with running(tmp_path, server=ServerConfig(response_journal_bytes=0)) as gateway:
+    monkeypatch.setattr(journals, "JOURNALS_BYTES_MAX", 0)
+    async with running(tmp_path) as gateway:
         assert (await ended(gateway, made))["status"] == "failed"
         assert (await gateway.client.post(PATH, json=asking(5))).status_code == 200
         assert files(tmp_path) == []

@@ -8,13 +8,12 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import psutil
 import pytest
 
 from gateway.access.key import Key, KeyFile
 from gateway.config.settings import ServerConfig
-from gateway.http import connection
+from gateway.http import connection, connection_limits
 from gateway.http.bodies import READER_BYTES
 from gateway.request import body_memory
 from tests.gateway.harness import DEADLINE_S, Gateway, running, until
@@ -28,7 +27,14 @@ LARGE_BYTES: Final = 8 * MIB
 READERS: Final = 30
 SMALL_BUFFER: Final = 4096
 # Room for two such answers.
-SERVER: Final = ServerConfig(max_body_bytes=9 * MIB, body_memory_bytes=20 * MIB, write_timeout_s=600)
+SERVER: Final = ServerConfig(max_body_bytes=9 * MIB)
+
+
+@pytest.fixture(autouse=True)
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little memory for bodies, and much time for clients that do not read."""
+    monkeypatch.setattr(body_memory, "part_of_machine_bytes", lambda: 20 * MIB)
+    monkeypatch.setattr(connection_limits, "WRITE_TIMEOUT_S", 600.0)
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +102,8 @@ async def test_a_key_whose_answers_are_not_read_is_refused_more_of_them_and_no_o
     monkeypatch.setattr(body_memory, "MEMORY_WAIT_S", 0.01)
     keys = KeyFile(tmp_path / "keys/keys.json")
     ana, bo = ({"authorization": f"Bearer {keys.create(_key(name))[1]}"} for name in ("ana", "bo"))
-    server = msgspec.structs.replace(SERVER, body_memory_bytes=40 * MIB)
-    async with running(tmp_path, server=server) as gateway, AsyncExitStack() as held:
+    monkeypatch.setattr(body_memory, "part_of_machine_bytes", lambda: 40 * MIB)
+    async with running(tmp_path, server=SERVER) as gateway, AsyncExitStack() as held:
         get = gateway.client.get
         words = "x" * LARGE_BYTES
         of_bo, *of_ana = [

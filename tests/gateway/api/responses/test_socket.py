@@ -17,6 +17,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from gateway.access.key import Key, KeyFile
 from gateway.api.responses import response_socket
 from gateway.config.settings import ServerConfig
+from gateway.http import connection_limits
 from gateway.request import body_memory
 from tests.gateway.api.responses.test_endpoints import CALL, FUNCTION, PATH, TEXT, events
 from tests.gateway.harness import Gateway, running, until
@@ -512,9 +513,11 @@ def _is_closed_to(gateway: Gateway, secret: str) -> bool:
 # -- bounds and ends -------------------------------------------------------------------------------------------------
 
 
-async def test_a_client_that_does_not_read_is_bounded_and_dropped(tmp_path: Path) -> None:
-    server = ServerConfig(write_timeout_s=0.5)
-    async with running(tmp_path, server=server, worker="talkative") as gateway:
+async def test_a_client_that_does_not_read_is_bounded_and_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_limits, "WRITE_TIMEOUT_S", 0.5)
+    async with running(tmp_path, worker="talkative") as gateway:
         raw = socket.socket()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.setblocking(False)
@@ -528,8 +531,11 @@ async def test_a_client_that_does_not_read_is_bounded_and_dropped(tmp_path: Path
         await left_nothing(gateway)
 
 
-async def test_conversations_of_all_sockets_share_a_part_of_the_memory(tmp_path: Path) -> None:
-    server = ServerConfig(max_body_bytes=100_000, body_memory_bytes=400_000)
+async def test_conversations_of_all_sockets_share_a_part_of_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_memory, "part_of_machine_bytes", lambda: 400_000)
+    server = ServerConfig(max_body_bytes=100_000)
     async with (
         running(tmp_path, ["--step-ms", "1"], server=server, worker="talkative") as gateway,
         connected(gateway) as first,
@@ -554,7 +560,8 @@ async def test_messages_reserve_their_memory_as_they_arrive(tmp_path: Path, monk
         await released.wait()
         yield ""
 
-    server = ServerConfig(max_body_bytes=600_000, body_memory_bytes=600_000)
+    monkeypatch.setattr(body_memory, "part_of_machine_bytes", lambda: 600_000)
+    server = ServerConfig(max_body_bytes=600_000)
     async with (
         running(tmp_path, server=server, worker="talkative") as gateway,
         connected(gateway) as first,

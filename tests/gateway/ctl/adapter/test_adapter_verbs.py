@@ -16,7 +16,7 @@ def test_adapters_are_shown_loaded_and_unloaded_from_the_shell(tmp_path: Path) -
     with short_home() as home:
         mlx_adapter(home / "adapters" / "v2", model, seed=2, rank=6)
         (home / "mlxd.toml").write_text(
-            f'[server]\nport = 0\n[models.m]\npath = "{model}"\nbatching = "together"\n'
+            f'[server]\nport = 0\n[models.m]\npath = "{model}"\n'
             f'[models.m.adapters]\nsql = "{sql}"\ngone = "{tmp_path}/gone"\n'
         )
         told = json.loads(ctl(home, "info", "m", "--json").stdout)["adapters"]

@@ -197,7 +197,7 @@ def test_the_default_model_is_the_best_then_the_largest_and_what_cannot_work_com
 def test_without_a_daemon_one_is_started_and_the_models_here_are_looked_at(user: User, run_dir: Path) -> None:
     user.install("claude", FAKE.replace('"demo"', '"coder"'))
     path = made(user.home / "model")
-    (run_dir / "mlxd.toml").write_text(f'[server]\nport = 0\n[models.coder]\npath = "{path}"\nbatching = "together"\n')
+    (run_dir / "mlxd.toml").write_text(f'[server]\nport = 0\n[models.coder]\npath = "{path}"\n')
     done = ctl(run_dir, "launch", "claude")
 
     assert done.returncode == 7, done.stderr

@@ -25,8 +25,8 @@ def test_a_repacked_model_is_served_from_disk_with_the_same_text_and_counted(tmp
 
     config(
         tmp_path,
-        f'[models.moe]\npath = "{path}"\nbatching = "together"',
-        f'[models.disk]\npath = "{disk}"\nbatching = "together"\nexperts = "disk"\nexpert_cache = "1KiB"',
+        f'[models.moe]\npath = "{path}"',
+        f'[models.disk]\npath = "{disk}"\nexperts = "disk"',
     )
     info = ctl(tmp_path, "info", "disk")
     assert "in memory, the others are read from disk" in info.stdout
@@ -53,8 +53,7 @@ def test_a_repacked_model_is_served_from_disk_with_the_same_text_and_counted(tmp
         ('experts = "disk"\nmax_running = 3', "max_running"),
         ('experts = "disk"\nspeculate = "auto"', "speculate"),
         ('experts = "disk"\ndraft = "demo"', "draft"),
-        ('experts = "disk"\ndraft = "demo"\nsparse_prefill = { keep = 0.5 }', "draft"),
-        ('expert_cache = "1GiB"', "expert_cache"),
+        ('experts = "disk"\ndraft = "demo"\nsparse_prefill = 0.5', "draft"),
         ('experts = "flash"', "experts"),
     ],
 )

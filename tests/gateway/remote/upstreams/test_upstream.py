@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import logging
+import ssl
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from gateway.config.settings import FallbackConfig, ModelConfig, UpstreamConfig
 from gateway.request.body_memory import LARGE_BYTES
 from gateway.state_dir import keys_path
 from tests.gateway.harness import DEADLINE_S, Gateway, chat, events, running, until
+from tests.support.certificates import Authority
 from tests.support.pool import short_home, tokens
 from tests.support.scale import patient
 
@@ -97,10 +99,10 @@ async def gone(reader: asyncio.StreamReader) -> None:
 
 
 @asynccontextmanager
-async def far(**how: Any) -> AsyncGenerator[Far]:
+async def far(tls: ssl.SSLContext | None = None, **how: Any) -> AsyncGenerator[Far]:
     endpoint = Far(**how)
-    server = await asyncio.start_server(endpoint.serve, "127.0.0.1", 0)
-    endpoint.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    server = await asyncio.start_server(endpoint.serve, "127.0.0.1", 0, ssl=tls)
+    endpoint.url = f"{'https' if tls else 'http'}://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
     try:
         yield endpoint
     finally:
@@ -191,10 +193,11 @@ async def test_a_model_that_is_served_here_does_not_leave() -> None:
 
 async def test_a_full_queue_leaves_only_where_that_is_a_reason() -> None:
     for when, status in (("unavailable",), 429), (("queue",), 200):
-        model = ModelConfig(name="m", path="m", max_running=1, max_waiting=0, fallback=FallbackConfig(("cloud",), when))
+        model = ModelConfig(name="m", path="m", max_running=1, fallback=FallbackConfig(("cloud",), when))
         async with far() as cloud:
             with short_home() as home:
                 async with running(home, ["--step-ms", "20"], [model], upstreams=[upstream(cloud.url)]) as gateway:
+                    gateway.app.services.admission.waiting_max = 0
                     body = chat(stream=True, max_tokens=500)
                     async with gateway.client.stream("POST", "/v1/chat/completions", json=body) as running_one:
                         await anext(running_one.aiter_raw())
@@ -235,9 +238,10 @@ async def test_the_next_upstream_is_asked_until_the_first_byte() -> None:
     async with far(status=503) as busy, far(ending="silent") as silent, far() as good:
         chain = [
             upstream(NOWHERE, "absent"), upstream(busy.url, "busy"),
-            upstream(silent.url, "silent", first_byte_s=0.3), upstream(good.url, "good"),
+            upstream(silent.url, "silent"), upstream(good.url, "good"),
         ]  # fmt: skip
         async with door(*chain) as (gateway, _):
+            gateway.app.services.upstreams.first_byte_s = patient(0.5)
             reply = await ask(gateway)
             assert (reply.json(), reply.headers["x-mlxd-served-by"]) == (ANSWER, "good")
             outcomes = {(to, outcome) for to, _, outcome in gateway.metrics.upstream_requests}
@@ -348,14 +352,16 @@ async def test_who_leaves_before_the_answer_pays_for_it(how: dict[str, Any]) -> 
 
 
 async def test_an_answer_that_does_not_come_is_paid_and_one_that_cannot_be_asked_for_is_not() -> None:
-    async with far(ending="silent") as cloud:
-        slow = upstream(cloud.url, first_byte_s=0.2)
-        async with door(slow, upstream(NOWHERE, name="nowhere")) as (gateway, home):
-            key = Key(name="k", prefix="", salt="", hash="", may_leave=True, tpm=100_000)
-            headers = {"x-api-key": KeyFile(keys_path(home)).create(key)[1]}
-            assert (await ask(gateway, headers=headers, max_tokens=100)).status_code == 503
-            assert gateway.app.services.ledger.day("k").requests == 1
-            assert gateway.app.services.ledger.day("k").tokens > 100
+    async with (
+        far(ending="silent") as cloud,
+        door(upstream(cloud.url), upstream(NOWHERE, name="nowhere")) as (gateway, home),
+    ):
+        gateway.app.services.upstreams.first_byte_s = 0.2
+        key = Key(name="k", prefix="", salt="", hash="", may_leave=True, tpm=100_000)
+        headers = {"x-api-key": KeyFile(keys_path(home)).create(key)[1]}
+        assert (await ask(gateway, headers=headers, max_tokens=100)).status_code == 503
+        assert gateway.app.services.ledger.day("k").requests == 1
+        assert gateway.app.services.ledger.day("k").tokens > 100
     async with door(upstream(NOWHERE)) as (gateway, home):
         headers = {"x-api-key": KeyFile(keys_path(home)).create(key)[1]}
         assert (await ask(gateway, headers=headers)).status_code == 503
@@ -444,12 +450,16 @@ async def test_a_refusal_that_is_a_page_stays_in_the_log(caplog: pytest.LogCaptu
 
 
 async def test_a_whole_answer_that_never_ends_has_a_deadline() -> None:
-    async with far(ending="dripping") as slow, far() as good:
-        patience = {"first_byte_s": 0.2, "silence_s": 0.2}
-        async with door(upstream(slow.url, **patience), upstream(good.url, "good")) as (gateway, _):
-            reply = await ask(gateway)
-            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "timeout")
-            await gateway.app.services.upstreams.drain(DEADLINE_S)
+    async with (
+        far(ending="dripping") as slow,
+        far() as good,
+        door(upstream(slow.url), upstream(good.url, "good")) as (gateway, _),
+    ):
+        upstreams = gateway.app.services.upstreams
+        upstreams.first_byte_s = upstreams.silence_s = 0.2
+        reply = await ask(gateway)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "timeout")
+        await upstreams.drain(DEADLINE_S)
 
 
 async def test_headers_of_a_client_are_passed_on_whatever_their_bytes() -> None:
@@ -510,3 +520,19 @@ async def test_large_bodies_are_read_and_written_away_from_the_loop() -> None:
         assert (await ask(gateway, messages=[{"role": "user", "content": "x" * LARGE_BYTES}])).status_code == 200
         # To find its upstream, to hold it to its key's limits, and to name its model.
         assert numbers.offloaded == 3
+
+
+async def test_an_upstream_is_trusted_by_the_authorities_that_the_environment_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority.make(tmp_path)
+    authority.issue()
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(authority.certificate, authority.key)
+    authority.ca.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    async with far(tls) as cloud:
+        async with door(upstream(cloud.url)) as (gateway, _):
+            assert (await ask(gateway)).json()["error"]["code"] == "upstream_unavailable"
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+        async with door(upstream(cloud.url)) as (gateway, _):
+            assert (await ask(gateway)).json() == ANSWER

@@ -1,15 +1,13 @@
 import io
 import json
 import os
-from pathlib import Path
 
 import pytest
 
-from gateway.config.settings import ModelConfig
 from gateway.telemetry.logs import LogSinks
 from gateway.workers.supervisor.child import Output
 from gateway.workers.supervisor.exits_and_restarts import crash_report
-from tests.gateway.harness import chat, running, until
+from tests.gateway.harness import until
 
 
 async def lines_of(level: str, data: bytes, count: int) -> list[tuple[str, str]]:
@@ -41,19 +39,6 @@ async def test_what_the_worker_chose_to_say_is_not_chosen_again_by_our_own_level
     data = b"DEBUG detail\nprinted by a library\n"
 
     assert await lines_of("warning", data, 2) == [("debug", "m#1: detail")]
-
-
-@pytest.mark.anyio
-async def test_a_model_has_its_own_log_level_and_the_others_have_the_servers(tmp_path: Path) -> None:
-    seen: dict[str, str] = {}
-    models = [ModelConfig(name="m", path="m", log_level="debug"), ModelConfig(name="other", path="m")]
-
-    async with running(tmp_path, models=models) as gateway:
-        for model in models:
-            await gateway.client.post("/v1/chat/completions", json=chat(model=model.name))
-            seen[model.name] = gateway.pool.worker(model.name).spec.log_level
-
-    assert seen == {"m": "debug", "other": "info"}
 
 
 def test_on_a_mac_the_log_says_where_the_report_of_a_crash_is() -> None:

@@ -93,7 +93,7 @@ def start(home: Path, envs: tuple[str, ...] = (), there: str = "pass") -> Worker
             "echo 'sh: 1: /x/python: not found'; exit 127",
             ExitStatus.BAD_CONFIG,
             Code.BAD_CONFIG,
-            "as python of the group",
+            "install mlxd there at the same path as here",
         ),
         (
             "echo '/x/python: No module named worker'; exit 1",

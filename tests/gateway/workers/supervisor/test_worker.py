@@ -9,7 +9,7 @@ from gateway.link.sequence import PARKED
 from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerLimits
 from protocol import PROTOCOL
 from protocol.failures import Code, Failure
-from protocol.from_worker import AdapterInfo, AdaptersSet, Drained, Goodbye
+from protocol.from_worker import AdapterInfo, AdaptersSet, Drained, Goodbye, Loading
 from protocol.to_worker import Drain, Dump, SetAdapters, Shutdown, Welcome
 from tests.support.machine import FakeProcess, Machine, settle
 from tests.support.scale import patient
@@ -119,6 +119,19 @@ async def test_a_load_past_its_deadline_wakes_its_waiters_and_ends_the_process()
         await m.crash(-9)
         assert m.worker.restart_policy.last_failure is not None
         assert m.worker.restart_policy.last_failure.code is Code.LOAD_TIMEOUT
+
+
+async def test_large_weights_have_more_time_to_load() -> None:
+    async with Machine() as m:
+        waiting = await m.ask()
+        m.hello()
+        m.post(Loading(1, "weights", 0, 5_000_000_000))
+        m.post(Loading(1, "warmup"))
+        await m.world.pass_time(601.0)
+        assert m.worker.state is State.LOADING
+        await m.world.pass_time(100.0)
+        assert (await unavailable(waiting)).failure.code is Code.LOAD_TIMEOUT
+        assert m.world.process.signals
 
 
 async def test_a_process_that_cannot_be_spawned_is_a_crash_with_its_reason() -> None:
@@ -333,7 +346,7 @@ async def test_restart_starts_again_even_when_its_caller_has_left() -> None:
 
 
 def change(m: Machine, *, is_reload: bool = True, context: int = 99) -> None:
-    m.worker.change(replace(m.worker.spec, context=context), 60.0, is_preload=False, is_reload=is_reload)
+    m.worker.change(replace(m.worker.spec, context=context), is_preload=False, is_reload=is_reload)
 
 
 async def test_a_ready_worker_is_replaced_by_one_of_the_new_specification_and_its_sequences_go_on() -> None:
@@ -351,7 +364,7 @@ async def test_a_ready_worker_is_replaced_by_one_of_the_new_specification_and_it
 
 
 def adapt(m: Machine, *adapters: tuple[str, str]) -> None:
-    m.worker.change(replace(m.worker.spec, adapters=adapters), 60.0, is_preload=False, is_reload=False)
+    m.worker.change(replace(m.worker.spec, adapters=adapters), is_preload=False, is_reload=False)
 
 
 def orders(m: Machine) -> list[SetAdapters]:

@@ -60,11 +60,9 @@ class Story:
             case "restart":
                 self.wait(worker.restart())
             case "respec":
-                worker.change(
-                    replace(worker.spec, context=worker.spec.context + 1), 60.0, is_preload=False, is_reload=True
-                )
+                worker.change(replace(worker.spec, context=worker.spec.context + 1), is_preload=False, is_reload=True)
             case "rename":
-                worker.change(worker.spec, 60.0, is_preload=worker.is_preload, is_reload=False)
+                worker.change(worker.spec, is_preload=worker.is_preload, is_reload=False)
             case "evict":
                 worker.evict()
             case "close gate":
