@@ -33,6 +33,12 @@ SERVER: Final = "server_error"
 RATE: Final = "rate_limit_error"
 OVERLOADED: Final = "service_unavailable_error"
 LISTED_MODELS_MAX: Final = 50
+# Retry-After if too many other requests run, or if a worker was lost.
+BUSY_RETRY_AFTER_S: Final = 1.0
+# Retry-After if requests fill the memory, or the threads, that all of them share.
+FULL_RETRY_AFTER_S: Final = 2.0
+# Retry-After while the daemon shuts down. Another one may start in this time.
+DRAIN_RETRY_AFTER_S: Final = 5.0
 
 
 class ApiError(Exception):
@@ -192,11 +198,13 @@ TABLE: Final[dict[Code, HttpStatus]] = {
     Code.UNSUPPORTED: HttpStatus(400, INVALID, "unsupported_parameter"),
     Code.CONTEXT_LENGTH_EXCEEDED: HttpStatus(400, INVALID, "context_length_exceeded"),
     Code.TEMPLATE_ERROR: HttpStatus(400, INVALID, "template_error"),
-    Code.BUSY: HttpStatus(429, RATE, "rate_limit_exceeded", 1.0),
+    Code.BUSY: HttpStatus(429, RATE, "rate_limit_exceeded", BUSY_RETRY_AFTER_S),
     Code.DEADLINE_EXCEEDED: HttpStatus(504, SERVER, "deadline_exceeded"),
-    Code.ABORTED: HttpStatus(503, OVERLOADED, "aborted", 1.0),
-    Code.DRAINING: HttpStatus(503, OVERLOADED, "draining", 5.0),
-    Code.WORKER_DIED: HttpStatus(503, OVERLOADED, "worker_died", 1.0, "The model's worker was lost. Try again."),
+    Code.ABORTED: HttpStatus(503, OVERLOADED, "aborted", BUSY_RETRY_AFTER_S),
+    Code.DRAINING: HttpStatus(503, OVERLOADED, "draining", DRAIN_RETRY_AFTER_S),
+    Code.WORKER_DIED: HttpStatus(
+        503, OVERLOADED, "worker_died", BUSY_RETRY_AFTER_S, "The model's worker was lost. Try again."
+    ),
     Code.QUARANTINED: HttpStatus(400, INVALID, "quarantined"),
     Code.ROW_FAILED: HttpStatus(500, SERVER, "generation_failed"),
     Code.UNSUPPORTED_MODALITY: HttpStatus(400, INVALID, "unsupported_modality"),

@@ -1,5 +1,6 @@
 """Codec of messages and frames. A bad frame raises `MalformedFrame`, a message that cannot be encoded `Unsendable`."""
 
+import re
 from collections.abc import Sequence
 from typing import Final, TypeVar, cast
 
@@ -8,7 +9,7 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from protocol.from_worker import Up
-from protocol.to_worker import Down, Generate, Prompt
+from protocol.to_worker import Down, Generate, Prompt, Sampling
 
 T = TypeVar("T")
 
@@ -27,6 +28,15 @@ _up: msgspec.msgpack.Decoder[Up] = msgspec.msgpack.Decoder(Up)
 
 class MalformedFrame(ValueError):
     """Raised for a frame that is not a message of this protocol."""
+
+
+class RefusedRequest(MalformedFrame):
+    """Raised for a `Generate` that has a value of the wrong type or out of range in its field `param`."""
+
+    def __init__(self, rid: int, message: str, param: str) -> None:
+        super().__init__(message)
+        self.rid = rid
+        self.param = param
 
 
 class Unsendable(ValueError):
@@ -84,11 +94,54 @@ def decode(decoder: "msgspec.msgpack.Decoder[T]", frame: bytes) -> T:
         raise MalformedFrame(str(error)) from error
 
 
+class _Head(msgspec.Struct, frozen=True, array_like=True):
+    """Beginning of a request."""
+
+    tag: int
+    rid: int
+
+
+_head = msgspec.msgpack.Decoder(_Head)
+# An index in msgspec's path of a value.
+_INDEX: Final = re.compile(r"\[(\d+)\]")
+
+
 def decode_down(frame: bytes) -> Down:
-    """Decode a message from the gateway. Raises `MalformedFrame`."""
-    return decode(_down, frame)
+    """Decode a message from the gateway. Raises `MalformedFrame`, and `RefusedRequest` for a request."""
+    try:
+        return _down.decode(frame)
+    except msgspec.ValidationError as error:
+        raise _refused(frame, error) from error
+    except UNREADABLE as error:
+        raise MalformedFrame(str(error)) from error
 
 
 def decode_up(frame: bytes) -> Up:
     """Decode a message from a worker. Raises `MalformedFrame`."""
     return decode(_up, frame)
+
+
+def _refused(frame: bytes, error: msgspec.ValidationError) -> MalformedFrame:
+    """Return the error for a frame that holds no valid message."""
+    try:
+        head = _head.decode(frame)
+    except UNREADABLE:
+        return MalformedFrame(str(error))
+    if head.tag != Generate.__struct_config__.tag:
+        return MalformedFrame(str(error))
+    what, _, path = str(error).replace("Expected", "expected").partition(" - at `$")
+    param = _param([int(index) for index in _INDEX.findall(path)])
+    return RefusedRequest(head.rid, f"Invalid value for '{param}': {what.replace('`', '')}.", param)
+
+
+def _param(path: list[int]) -> str:
+    """Return the name of a field by its path in a frame: the index in `Generate`, whose tag has index 0, and that in
+    its sampling.
+    """
+    match path:
+        case [at, inner, *_] if Generate.__struct_fields__[at - 1] == "sampling":
+            return Sampling.__struct_fields__[inner]
+        case [at, *_]:
+            return Generate.__struct_fields__[at - 1]
+        case _:
+            return Generate.__name__

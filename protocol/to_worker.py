@@ -11,9 +11,10 @@ Prompts of `Generate` and `Tokenize`.
 """
 
 from enum import IntEnum
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+from msgspec import Meta
 
 
 class Media(msgspec.Struct, frozen=True, array_like=True):
@@ -169,16 +170,37 @@ Prompt = (
 )
 
 
-# Range of `Sampling.repetition_penalty`: a logit divided by 1e-38 is infinite, and its log-probability NaN.
-REPETITION_PENALTY_MIN: Final = 0.01
-REPETITION_PENALTY_MAX: Final = 1e6
+# Ranges of sampling parameters. The settings and the bodies of all dialects have these types, and the decoder of a
+# worker refuses other values. A dialect has a type of its own only where it gives another value a meaning, such as -1.
+TOKENS_MAX: Final = 1 << 40
+TOP_N_SIGMA_MAX: Final = 100
+TokenCount = Annotated[int, Meta(ge=0, le=TOKENS_MAX)]
+AnswerTokens = Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
+# More tokens than the vocabulary has are all of it, as in vLLM and transformers.
+TopK = TokenCount
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+Probability = Annotated[float, Meta(ge=0, le=1)]
+TypicalP = Annotated[float, Meta(gt=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+# A logit divided by 1e-38 is infinite, and its log-probability NaN.
+RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=1e6)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+TopNSigma = Annotated[float, Meta(ge=0, le=TOP_N_SIGMA_MAX)]
+DryMultiplier = Annotated[float, Meta(ge=0, le=100)]
+DryBase = Annotated[float, Meta(ge=1, le=4)]
+DryLength = Annotated[int, Meta(ge=0, le=1024)]
+DraftLength = Annotated[int, Meta(ge=0, le=1024)]
+# Share of a prompt that a sparse prefill keeps; 0 stands for a default.
+SparseKeep = Annotated[float, Meta(ge=0, le=1)]
+# Numbers of likeliest tokens. The worker compares them with its vocabulary.
+TopTokens = Annotated[int, Meta(ge=0)]
 # Priority of the requests of batches, below that of any client's request. A worker computes them only while it has no
 # other request.
 BATCH_PRIORITY: Final = 1 << 32
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """Sampling parameters. The gateway validates ranges; the worker validates ids against its vocabulary.
+    """Sampling parameters. The worker validates ids against its vocabulary.
 
     Order: bias, penalties and limits of ids on logits, then temperature, top_n_sigma, min_p, top_k, top_p over the
     remaining tokens (as in vLLM), typical_p, and XTC. At temperature 0 or top_p 0 the best token is taken, regardless
@@ -187,34 +209,34 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     output position p is drawn with a key derived from (seed, p) and nothing else.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
+    temperature: Temperature = 1.0
+    top_p: Probability = 1.0
+    top_k: TopK = 0
+    min_p: Probability = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: dict[int, Bias] = {}
     seed: int = 0
     ignore_eos: bool = False
     # Number of newest tokens to which the three penalties apply; 0 means all.
-    penalty_window: int = 0
-    typical_p: float = 1.0
+    penalty_window: TokenCount = 0
+    typical_p: TypicalP = 1.0
     # Distance below the best logit, in standard deviations, beyond which tokens are filtered out; 0 means off.
-    top_n_sigma: float = 0.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
+    top_n_sigma: TopNSigma = 0.0
+    xtc_probability: Probability = 0.0
+    xtc_threshold: Probability = 0.1
     # Strength of the DRY penalty; 0 means off.
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
+    dry_multiplier: DryMultiplier = 0.0
+    dry_base: DryBase = 1.75
+    dry_allowed_length: DryLength = 2
     # Number of newest tokens that DRY searches for repetitions; 0 means the whole context.
-    dry_window: int = 0
+    dry_window: TokenCount = 0
     # Texts that end a repetition for the DRY penalty if a token contains one of them.
     dry_breakers: tuple[str, ...] = ()
     # Number of output tokens before which neither an end-of-sequence token, a stop id nor a stop string ends the
     # output.
-    min_tokens: int = 0
+    min_tokens: TokenCount = 0
     # Token ids that end the output like an end-of-sequence token.
     stop_ids: tuple[int, ...] = ()
     # Token ids to which the output is restricted; empty means all.
@@ -222,7 +244,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     # Texts that the output must not contain.
     bad_words: tuple[str, ...] = ()
     # Texts, each with a bias that applies to all of its tokens.
-    bias_texts: tuple[tuple[str, float], ...] = ()
+    bias_texts: tuple[tuple[str, Bias], ...] = ()
 
 
 class ConstraintKind(IntEnum):
@@ -286,9 +308,9 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     rid: int
     prompt: Prompt
     sampling: Sampling
-    max_tokens: int | None = None
+    max_tokens: TokenCount | None = None
     stop: tuple[str, ...] = ()
-    top_logprobs: int | None = None
+    top_logprobs: TopTokens | None = None
     echo: bool = False
     priority: int = 0
     deadline_ms: int = 0
@@ -301,12 +323,12 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     resume: tuple[int, ...] = ()
     # Number of reasoning tokens after which the reasoning block is closed with the model's own markup; None means no
     # limit.
-    thinking_budget: int | None = None
+    thinking_budget: TokenCount | None = None
     constraint: Constraint | None = None
     # Digest of the API key's name, empty without a key. Tenants take turns at equal priority.
     tenant: str = ""
     # Maximum tokens of a draft; 0 means no drafts, None means the model's setting.
-    most_drafted: int | None = None
+    most_drafted: DraftLength | None = None
     # Text that the client expects in much of the output.
     prediction: str = ""
     # Whether the output includes the stop string, or the text of the stop id, that ends it.
@@ -314,7 +336,7 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     # Name of the adapter; empty means the base model.
     adapter: str = ""
     # Share of the prompt's tokens that a sparse prefill keeps, 0 for the model's setting; None prefills all tokens.
-    sparse_keep: float | None = None
+    sparse_keep: SparseKeep | None = None
     # Truncation of a prompt that does not fit: 0 refuses it, -1 drops the oldest turns of a chat or the first tokens of
     # a text; a positive number keeps that many last tokens of a text, even if more would fit.
     truncate: int = 0
@@ -328,7 +350,7 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     prompt_ids: bool = False
     # Number of top tokens sent, with log-probability and rank, for each token of the prompt before its answer; None
     # means that no prompt log-probabilities are sent.
-    prompt_logprobs: int | None = None
+    prompt_logprobs: TopTokens | None = None
     # Number of `prompt_logprobs` entries that the client already has from an earlier worker; only the others are sent.
     prompt_scored: int = 0
     # Number of `echo` entries with `top_logprobs` that the client has from an earlier worker, together with their text.

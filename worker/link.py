@@ -218,6 +218,8 @@ class GatewayLink:
             received_at, is_orphan = time.monotonic(), False
             try:
                 self._dispatch(codec.decode_down(socket.recv()))
+            except codec.RefusedRequest as error:
+                self.send(Rejected(error.rid, Failure(Code.INVALID_REQUEST, str(error), param=error.param)))
             except codec.MalformedFrame as error:
                 log.warning("dropped a malformed frame: %s", error)
         socket.close()

@@ -23,14 +23,13 @@ from typing import Final
 from gateway.access.key import KeyLimits
 from gateway.access.ledger import Ledger
 from gateway.config.address import Address
-from gateway.errors import BadRequest, BudgetSpent, RateLimited
+from gateway.errors import BUSY_RETRY_AFTER_S, BadRequest, BudgetSpent, RateLimited
 from gateway.telemetry.metrics import KeyMetrics
 
 log = logging.getLogger(__name__)
 
 Header = tuple[bytes, bytes]
 
-BUSY_RETRY_AFTER_S: Final = 1.0
 # A sequence is expected to use this many completion tokens until a sequence of the key has ended.
 EXPECTED_COMPLETION: Final = 256.0
 # The largest debt of a bucket refills in this time. It is also the longest Retry-After.

@@ -15,7 +15,16 @@ from msgspec import Meta, Struct, structs
 from gateway.command_failed import CommandFailed
 from gateway.state_dir import admin_socket, keys_path, log_path, run_dir, usage_path
 from protocol.spec import DEFAULT_MAX_RUNNING, LOCAL
-from protocol.to_worker import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN
+from protocol.to_worker import (
+    AnswerTokens,
+    Penalty,
+    Probability,
+    RepetitionPenalty,
+    SparseKeep,
+    Temperature,
+    TokenCount,
+    TopK,
+)
 
 
 def day_of(now: float, zone: tzinfo | None) -> date:
@@ -101,8 +110,6 @@ NOT_IN_FILE: Final = frozenset({"home", "config_path", "name", "adapter", "launc
 # A model's name and its worker's epoch must fit into a ZeroMQ routing id, of at most 255 bytes.
 NAME_BYTES_MAX: Final = 200
 
-Temperature = Annotated[float, Meta(ge=0, le=2)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bytes = Annotated[int, Meta(ge=1)] | Literal["auto"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 PreventSleep = Literal["busy", "always", "never"]
@@ -178,13 +185,13 @@ class SamplingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
     """Sampling defaults of requests. None means the model's own default, or the API's if the model has none."""
 
     temperature: Temperature | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(ge=REPETITION_PENALTY_MIN, le=REPETITION_PENALTY_MAX)] | None = None
+    top_p: Probability | None = None
+    top_k: TopK | None = None
+    min_p: Probability | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: AnswerTokens | None = None
 
 
 class ThinkingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
@@ -192,7 +199,7 @@ class ThinkingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
 
     enabled: bool | None = None
     effort: Effort | None = None
-    budget: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
+    budget: TokenCount | None = None
 
 
 class ProfileConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -242,7 +249,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     draft: str = ""
     # Fraction of a long prompt that is computed if the request asks for it. The draft model chooses the tokens. 0 means
     # off.
-    sparse_prefill: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    sparse_prefill: SparseKeep = 0.0
     # Task of the model: text generation, embeddings, scores of text pairs, or audio. `auto` derives the task from the
     # files.
     kind: Literal["auto", "text", "embed", "rerank", "audio"] = "auto"

@@ -19,6 +19,7 @@ from msgspec import Struct
 from msgspec.structs import fields
 
 from gateway.config.settings import NOT_IN_FILE, Config, ConfigError, file_key
+from protocol.spec import IMAGE_PIXELS_MAX
 
 _PART: Final = r"(?:[\w-]+|\"[^\"]*\"|'[^']*')"
 _DOTTED: Final = rf"{_PART}(?:\s*\.\s*{_PART})*"
@@ -142,7 +143,7 @@ REMOVED: Final = {
     "server.write_timeout": "a client that reads nothing of its answer for 30 seconds is disconnected",
     "server.capture_max": "captured requests take at most 64 MiB of the disk",
     "server.capture_age": "a captured request is deleted after one day",
-    "media.max_pixels": "an image has at most 64,000,000 pixels",
+    "media.max_pixels": f"an image has at most {IMAGE_PIXELS_MAX:,} pixels",
     "media.in_flight": "the media of all requests together have at most 512 MiB",
     "media.fetch_timeout": "the URLs of a request are fetched within 10 seconds",
     "audio": (

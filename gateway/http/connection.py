@@ -23,7 +23,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from gateway.errors import SERVER, ApiError, error_headers, openai_body
+from gateway.errors import BUSY_RETRY_AFTER_S, SERVER, ApiError, error_headers, openai_body
 from gateway.http.connection_limits import STALLS_MAX, Connections, Opening, StallCheck
 from gateway.http.direct_write import KEY, CloseDelimited, DirectWriter, unsent_bytes, writer_of
 from gateway.http.websocket import GuardedWebSocket, WebSocketRules, is_handshake
@@ -71,7 +71,7 @@ def _answer(error: ApiError) -> bytes:
 
 
 _FULL: Final = _answer(
-    ApiError(503, "Too many connections.", type=SERVER, code="too_many_connections", retry_after_s=1.0)
+    ApiError(503, "Too many connections.", type=SERVER, code="too_many_connections", retry_after_s=BUSY_RETRY_AFTER_S)
 )
 _INVALID: Final = _answer(ApiError(400, "Invalid HTTP request received.", code="invalid_http"))
 _TOO_LARGE: Final = _answer(ApiError(431, "The request headers are too large.", code="headers_too_large"))

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.config.settings import MediaConfig
-from gateway.errors import BadRequest, Unavailable
+from gateway.errors import FULL_RETRY_AFTER_S, BadRequest, Unavailable
 from gateway.media import read_media
 from gateway.media.media_reference import DOCUMENT, IMAGE
 from gateway.media.pdf_process import PdfAnswer, PdfOrder, PdfPageContent, PdfPages, PdfRefusal
@@ -77,7 +77,6 @@ PROCESSES_OF_KEY_MAX: Final = 2
 WAIT_MAX_S: Final = 60.0
 # Maximum time of one process. Its CPU time has the same limit.
 READ_MAX_S: Final = 60.0
-RETRY_AFTER_S: Final = 2.0
 # Bytes of an answer beside the texts and pictures of its pages.
 _MARGIN_BYTES: Final = 1 << 20
 
@@ -126,7 +125,7 @@ class PdfReader:
                     await held.enter_async_context(self._places)
             except TimeoutError:
                 message = "Other PDFs are being read. Try again later."
-                raise Unavailable(message, RETRY_AFTER_S, "documents_waiting") from None
+                raise Unavailable(message, FULL_RETRY_AFTER_S, "documents_waiting") from None
             return await self._run(order)
 
     async def _run(self, order: PdfOrder) -> PdfAnswer:

@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from threading import Thread
 from typing import Final
 
-from gateway.errors import Unavailable
+from gateway.errors import FULL_RETRY_AFTER_S, Unavailable
 from gateway.media.media_reference import FetchFailed
 
 # Maximum concurrent lookups in total, and for one key. Further lookups for that key wait.
@@ -23,7 +23,6 @@ LOOKUPS_OF_KEY_MAX: Final = 2
 # system gives up, and its name is refused for `UNANSWERED_S`.
 LOOKUP_TIMEOUT_S: Final = 5.0
 UNANSWERED_S: Final = 60.0
-RETRY_AFTER_S: Final = 2.0
 
 Lookup = Callable[[str, int], list[str]]
 
@@ -112,4 +111,4 @@ class HostNames:
 
 
 def _full(message: str) -> Unavailable:
-    return Unavailable(f"{message} Try again later.", RETRY_AFTER_S, "media_lookups_full")
+    return Unavailable(f"{message} Try again later.", FULL_RETRY_AFTER_S, "media_lookups_full")

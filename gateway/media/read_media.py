@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from gateway.config.settings import MediaConfig
-from gateway.errors import BadRequest, Unavailable
+from gateway.errors import FULL_RETRY_AFTER_S, BadRequest, Unavailable
 from gateway.media.host_names import HostNames
 from gateway.media.media_reference import DATA, IMAGE, STORED, FetchFailed, Reference, TooManyBytes
 from gateway.telemetry.metrics import MediaNumbers
@@ -31,7 +31,6 @@ from protocol.spec import MEDIA_MAX
 from protocol.to_worker import ChatPrompt, Media
 
 IN_FLIGHT_BYTES_MAX: Final = 512 * 1024 * 1024
-RETRY_AFTER_S: Final = 2.0
 
 
 def share_bytes(limit_bytes: int, has_others: bool) -> int:
@@ -72,7 +71,7 @@ class InFlightBytes:
 
     def _refuse(self, message: str) -> None:
         self.numbers.refused += 1
-        raise Unavailable(message, RETRY_AFTER_S, "media_memory_full")
+        raise Unavailable(message, FULL_RETRY_AFTER_S, "media_memory_full")
 
 
 class MediaLease:

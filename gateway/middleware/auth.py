@@ -18,8 +18,9 @@ from gateway.access.key import PREFIX_CHARS
 from gateway.access.keyring import DISABLED, EXPIRED, INVALID, KeyAddresses, Keyring
 from gateway.access.rate_limit import Throttle
 from gateway.config.address import Address
-from gateway.config.origins import is_own, is_same, is_served
-from gateway.errors import ApiError, Forbidden, Misdirected, RateLimited, Unauthorized
+from gateway.config.origins import is_own
+from gateway.errors import ApiError, Forbidden, RateLimited, Unauthorized
+from gateway.http.own_names import OwnNames
 from gateway.request.record import BATCH_CALLER, Dialect, RequestRecord, record_of
 from gateway.request.routing import LiveConfig
 from gateway.telemetry.metrics import Metrics
@@ -86,8 +87,6 @@ METRICS: Final = "/metrics"
 SECRETS_MAX: Final = 4
 # Requests to these paths only count tokens, and do not count against a key's concurrency.
 _TOKEN_COUNTING: Final = ("/tokenize", "/detokenize", "/count_tokens", "/input_tokens")
-# Browsers send these values for requests from pages of other sites, ports and names.
-_CROSS_SITE: Final = ("cross-site", "same-site")
 _REASONS: Final = {None: "missing", INVALID: "invalid", EXPIRED: "expired", DISABLED: "disabled"}
 _SCRAPERS: Final = (
     "Metrics name every model and key: they need a key made with 'mlxctl keys create prometheus --role metrics', sent "
@@ -117,6 +116,7 @@ class Auth:
         self._metrics = metrics
         self._live = live
         self._gate = gate
+        self._names = OwnNames(live, metrics)
         self._is_loopback = is_loopback
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -145,7 +145,8 @@ class Auth:
         is_local = self._is_loopback and record.client.is_own
         is_open_to_all = keyring.is_open and is_local
         if is_open_to_all or self._live.config.server.hosts:
-            self._check_host(Headers(scope=scope), is_open_to_all)
+            advice = ", or make an API key: mlxctl keys create NAME" if is_open_to_all else ""
+            self._names.check_host(Headers(scope=scope), advice=advice)
         if is_open_to_all:
             self._check_page(Headers(scope=scope))
             return ANONYMOUS
@@ -191,34 +192,13 @@ class Auth:
             raise Unauthorized("There is no API key yet. Make one with: mlxctl keys create NAME", None)
         raise Unauthorized("An API key is needed: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.", None)
 
-    def _check_host(self, headers: Headers, is_open_to_all: bool) -> None:
-        """Refuse requests for foreign host names. Raises `Misdirected`.
-
-        An attacker may resolve such a name to this machine. To the browser, the attacker's page then has the daemon's
-        origin.
-        """
-        server = self._live.config.server
-        for host in headers.getlist("host"):
-            if not is_served(host, (*server.hosts, server.host)):
-                self._metrics.auth_failures["host"] += 1
-                advice = ", or make an API key: mlxctl keys create NAME" if is_open_to_all else ""
-                raise Misdirected(
-                    f"mlxd is not served as {host[:200]!r}. Add that name to [server] hosts in mlxd.toml{advice}."
-                )
-
     def _check_page(self, headers: Headers) -> None:
-        """Refuse web pages, because an open loopback is meant for programs. Raises `Forbidden`."""
+        """Refuse foreign web pages, because an open loopback is meant for programs. Raises `Forbidden`."""
         origin = headers.get("origin")
-        if origin is not None:
-            # A page at the requested host is this daemon's own, because the host's name was checked before.
-            is_ours = is_own(origin) or is_same(origin, headers.get("host", ""))
-            is_foreign = origin not in self._live.config.server.cors and not is_ours
-        else:
-            # Browsers send no `Origin` for passive content, such as an image.
-            is_foreign = headers.get("sec-fetch-site", "").lower() in _CROSS_SITE
-        if is_foreign:
-            self._metrics.auth_failures["origin"] += 1
-            raise Forbidden("This web page may not use mlxd. Name its origin in [server] cors, or use an API key.")
+        is_allowed = origin is not None and (is_own(origin) or origin in self._live.config.server.cors)
+        if not is_allowed and not self._names.is_own_page(headers):
+            advice = "Name its origin in [server] cors, or use an API key."
+            self._names.refuse_page(f"This web page may not use mlxd. {advice}")
 
 
 def _secrets(headers: list[tuple[bytes, bytes]]) -> list[bytes]:

@@ -6,7 +6,6 @@ Load (utilization) of a model. Routers use it to choose a daemon. It is computed
 """
 
 import asyncio
-import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from gateway.config.settings import ModelConfig
-from gateway.errors import BadRequest, Overloaded, Unavailable
+from gateway.errors import BUSY_RETRY_AFTER_S, DRAIN_RETRY_AFTER_S, BadRequest, Overloaded, Unavailable
 from gateway.request.in_flight import Requests
 from gateway.telemetry.metrics import Metrics
 from gateway.workers.pool import Pool
@@ -23,9 +22,7 @@ from gateway.workers.power import is_on_battery, run_tool
 
 # Maximum number of sequences that wait in a model's queue.
 WAITING_MAX: Final = 1024
-RETRY_AFTER_MIN_S: Final = 1.0
 RETRY_AFTER_MAX_S: Final = 60.0
-DRAIN_RETRY_AFTER_S: Final = 5.0
 # Maximum concurrent requests that count or decode tokens, of all models together.
 TOKENIZE_CALLS_PER_KEY_MAX: Final = 8
 TOKENIZE_CALLS_MAX: Final = 64
@@ -44,7 +41,7 @@ class _Queue:
     def retry_after_s(self, slots: int) -> float:
         """Estimate the seconds until there is room for one more sequence. The result is within fixed limits."""
         expected = self.mean_s * self.inside / slots / 2
-        return min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_MIN_S, math.ceil(expected)))
+        return min(RETRY_AFTER_MAX_S, max(BUSY_RETRY_AFTER_S, expected))
 
 
 class Admission:
@@ -96,7 +93,7 @@ class Admission:
             self._reject(model.name, "questions")
             whose = "all" if key is None or calls[key] < TOKENIZE_CALLS_PER_KEY_MAX else "this key's"
             raise Overloaded(
-                f"Too many concurrent requests to count or decode tokens, of {whose}. Try again.", RETRY_AFTER_MIN_S
+                f"Too many concurrent requests to count or decode tokens, of {whose}. Try again.", BUSY_RETRY_AFTER_S
             )
         name = key or ""
         # The duration does not change the average, which covers only generations.

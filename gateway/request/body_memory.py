@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 import psutil
 
 from gateway.config.settings import ServerConfig
-from gateway.errors import BodyTooLarge, Unavailable
+from gateway.errors import FULL_RETRY_AFTER_S, BodyTooLarge, Unavailable
 from gateway.telemetry.metrics import BodyNumbers
 
 T = TypeVar("T")
@@ -19,7 +19,6 @@ T = TypeVar("T")
 LARGE_BYTES: Final = 64 * 1024
 # A request waits at most this long for memory for its body. After that it is refused.
 MEMORY_WAIT_S: Final = 5.0
-RETRY_AFTER_S: Final = 2.0
 # The bodies of all requests together may have this part of the machine's memory.
 _MEMORY_DIVISOR: Final = 64
 _MEMORY_MIN_BYTES: Final = 256 * 1024 * 1024
@@ -112,7 +111,7 @@ class Bodies:
             message = "The bodies of the requests that run fill the memory set aside for them."
             if not self._may_hold(owner, size_bytes):
                 message = "The bodies of this key's requests fill its share of the memory for bodies."
-            raise Unavailable(f"{message} Try again later.", RETRY_AFTER_S, "body_memory_full") from None
+            raise Unavailable(f"{message} Try again later.", FULL_RETRY_AFTER_S, "body_memory_full") from None
         except asyncio.CancelledError:
             if entry.room.done() and not entry.room.cancelled():
                 self.give_back(owner, size_bytes)

@@ -18,10 +18,10 @@ import msgspec
 from gateway.access.caller import is_of_batch_class
 from gateway.access.rate_limit import Meter, UsageCharge
 from gateway.config.settings import ModelConfig
-from gateway.errors import ApiError, BadRequest, Cancelled, Unavailable, from_failure
+from gateway.errors import FULL_RETRY_AFTER_S, ApiError, BadRequest, Cancelled, Unavailable, from_failure
 from gateway.link.collector import Collector, Relay
 from gateway.media.modalities import likely_tokens
-from gateway.request.body_memory import RETRY_AFTER_S, BodyLease
+from gateway.request.body_memory import BodyLease
 from gateway.request.in_flight import InFlightRequest
 from gateway.request.opener import LOST, Opener, Runtime
 from gateway.request.record import Header, RequestRecord, relaxed_header, truncated_header
@@ -267,7 +267,7 @@ class ScoreRoom:
             )
         if lease is not None and not lease.hold(more):
             message = "The log-probabilities of the prompts find no room in the memory set aside for requests."
-            raise Unavailable(f"{message} Try again later.", RETRY_AFTER_S, "body_memory_full")
+            raise Unavailable(f"{message} Try again later.", FULL_RETRY_AFTER_S, "body_memory_full")
 
 
 def scores_bytes(tokens: int, top: int | None) -> int:

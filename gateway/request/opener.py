@@ -96,9 +96,10 @@ QUEUE_RETRY_AFTER_MAX_S: Final = 300.0
 LOST: Final = Failure(Code.WORKER_DIED, "The model's worker was lost. Try again.")
 
 
-def retry_after_s(pool: Pool, model: ModelConfig) -> float:
-    """Estimate the seconds until a model is ready, from its earlier load times. The result is within fixed limits."""
-    return min(QUEUE_RETRY_AFTER_MAX_S, max(QUEUE_RETRY_AFTER_S, pool.load_left_s(model.name)))
+def not_ready(pool: Pool, model: ModelConfig, queue_s: float) -> Unavailable:
+    """Return the error for a model that was not ready in time. Its Retry-After follows from earlier load times."""
+    left_s = min(QUEUE_RETRY_AFTER_MAX_S, max(QUEUE_RETRY_AFTER_S, pool.load_left_s(model.name)))
+    return Unavailable(f"The model was not ready within {queue_s:g} seconds.", left_s, "queue_timeout")
 
 
 class Opener:
@@ -205,8 +206,7 @@ class Opener:
                 raise self._interruption from None
             if self.is_late:
                 raise from_failure(LATE) from None
-            message = f"The model was not ready within {queue_s:g} seconds."
-            raise Unavailable(message, retry_after_s(self._runtime.pool, self._model), "queue_timeout") from None
+            raise not_ready(self._runtime.pool, self._model, queue_s) from None
         finally:
             self._timeout = None
 

@@ -35,7 +35,7 @@ from gateway.control import endpoints
 from gateway.control import endpoints as admin
 from gateway.control.commands import AuditedCommand, Command, ModelCommand, get, model_commands, note, read_order
 from gateway.control_types import ModelRef
-from gateway.errors import ApiError, BadRequest, Forbidden, Overloaded, Unavailable
+from gateway.errors import BUSY_RETRY_AFTER_S, ApiError, BadRequest, Forbidden, Overloaded, Unavailable
 from gateway.http.bodies import json_response
 from gateway.model_files.metadata import ConfiguredModel, list_models
 from gateway.model_files.pull_queue import PullQueue
@@ -366,7 +366,7 @@ class ModelFinder:
     async def _query(self, order: HubOrder) -> HubModels:
         """Run one query in a child process. Raises `ApiError` with the hub's error."""
         if self._running >= QUERIES_MAX:
-            raise Overloaded("Other questions to the hub are running. Try again in a moment.", 1.0)
+            raise Overloaded("Other questions to the hub are running. Try again in a moment.", BUSY_RETRY_AFTER_S)
         self._running += 1
         try:
             answer = await self._child(order)

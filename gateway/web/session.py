@@ -14,7 +14,6 @@ import asyncio
 import hashlib
 import logging
 import secrets
-import socket
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -34,12 +33,12 @@ from gateway.access.audit_log import AuditActor, entry
 from gateway.access.key import SECRET_START
 from gateway.access.rate_limit import Throttle
 from gateway.config.address import Address, from_here
-from gateway.config.origins import is_address, is_same, is_served
 from gateway.control.commands import Command, note, read_order
 from gateway.control_types import UiCode, UiRevoked
 from gateway.disk_and_clock import WallClock
-from gateway.errors import ApiError, Forbidden, Misdirected, Unauthorized
+from gateway.errors import ApiError, Forbidden, Unauthorized
 from gateway.http.bodies import json_response
+from gateway.http.own_names import OwnNames
 from gateway.request.record import record_of
 from gateway.request.routing import LiveConfig
 from gateway.services import Services
@@ -193,8 +192,6 @@ def _digest(secret: str) -> bytes:
     return hashlib.blake2b(secret.encode(), digest_size=32, person=b"mlxd-ui").digest()
 
 
-# Requests of the page itself have one of these values in Sec-Fetch-Site; `none` means that no page made the request.
-_OWN_SITE: Final = ("same-origin", "none")
 NOT_A_SESSION: Final = "Open the page with 'mlxctl ui': its session has ended, or there is none."
 
 
@@ -208,23 +205,11 @@ class Gate:
         self._live = live
         self._throttle = throttle
         self._metrics = metrics
-        name = socket.gethostname().lower()
-        bare = name.removesuffix(".local")
-        self._names = frozenset({name, bare, f"{bare}.local"})
+        self._names = OwnNames(live, metrics)
 
     def check_host(self, scope: Scope) -> None:
-        """Check the `Host` header: an attacker may resolve a foreign host name to this machine. Raises `Misdirected`.
-
-        IP addresses need no check, because they cannot be made to resolve to another machine.
-        """
-        server = self._live.config.server
-        names = (*server.hosts, server.host, *self._names)
-        for host in Headers(scope=scope).getlist("host"):
-            if not is_served(host, names) and not is_address(host):
-                self._metrics.auth_failures["host"] += 1
-                raise Misdirected(
-                    f"mlxd's page is not served as {host[:200]!r}. Add that name to [server] hosts in mlxd.toml."
-                )
+        """Check the `Host` header. Raises `Misdirected`."""
+        self._names.check_host(Headers(scope=scope), takes_addresses=True)
 
     def check_visitor(self, scope: Scope) -> None:
         """Check that administration is on, that the client's machine is allowed, and the host and origin.
@@ -239,7 +224,8 @@ class Gate:
             raise Forbidden(
                 'Administration by the page is for this machine only. For other machines set [ui] admin = "network".'
             )
-        self._check_origin(Headers(scope=scope))
+        if not self._names.is_own_page(Headers(scope=scope)):
+            self._names.refuse_page("Only mlxd's own page administers it.")
 
     def session(self, scope: Scope) -> WebSession:
         """Return the session of a request. Raises `Unauthorized`, `Forbidden`, `Misdirected` or `RateLimited`."""
@@ -264,17 +250,6 @@ class Gate:
         """Count a request without a valid code or token. Raises `RateLimited`."""
         self._metrics.auth_failures["ui"] += 1
         self._throttle.fail(record_of(scope).client)
-
-    def _check_origin(self, headers: Headers) -> None:
-        """Check that the origin equals the requested host, including the port. Raises `Forbidden`."""
-        origin = headers.get("origin")
-        if origin is not None:
-            is_own = is_same(origin, headers.get("host", ""))
-        else:
-            is_own = headers.get("sec-fetch-site", "none").lower() in _OWN_SITE
-        if not is_own:
-            self._metrics.auth_failures["origin"] += 1
-            raise Forbidden("Only mlxd's own page administers it.")
 
 
 def _is_here(client: Address, scope: Scope) -> bool:

@@ -1,11 +1,13 @@
 """Frames: every message survives the wire, and nothing that is no message gets through or raises anything else."""
 
+import math
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import inspect
 
 from protocol import codec
 from protocol.failures import Code, Failure
@@ -65,22 +67,22 @@ prompts = (
 )
 samplings = st.builds(
     Sampling,
-    real,
-    real,
-    whole,
-    real,
-    real,
-    real,
-    real,
-    st.dictionaries(whole, real, max_size=3),
+    st.floats(0, 2),
+    st.floats(0, 1),
+    count,
+    st.floats(0, 1),
+    st.floats(0.01, 1e6),
+    st.floats(-2, 2),
+    st.floats(-2, 2),
+    st.dictionaries(whole, st.floats(-100, 100), max_size=3),
     whole,
     st.booleans(),
 )
 down = (
     st.builds(Welcome, whole, whole, real)
     | st.builds(
-        Generate, whole, prompts, samplings, st.none() | whole, st.lists(texts, max_size=3).map(tuple),
-        st.none() | whole, st.booleans(), whole, whole, st.booleans(), texts,
+        Generate, whole, prompts, samplings, st.none() | count, st.lists(texts, max_size=3).map(tuple),
+        st.none() | count, st.booleans(), whole, whole, st.booleans(), texts,
     )
     | st.builds(Abort, st.lists(whole, max_size=4).map(tuple), texts)
     | st.builds(Ping, whole, whole)
@@ -129,6 +131,38 @@ def decode_both(frame: bytes) -> None:
             decode(frame)
         except codec.MalformedFrame:
             continue
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("temperature", -0.1), ("temperature", 2.5), ("temperature", math.nan), ("top_p", 1.5), ("top_k", -1),
+        *(("repetition_penalty", value) for value in (0.0, -1.0, 1e-38, 0.009, 1e7, math.inf, math.nan)),
+        ("min_p", -0.1), ("presence_penalty", 3.0), ("frequency_penalty", -2.5), ("logit_bias", {7: 101.0}),
+        ("typical_p", 0.0), ("bias_texts", (("no", -200.0),)), ("min_tokens", -1), ("dry_base", 5.0),
+        ("xtc_threshold", 2.0), ("max_tokens", -1), ("top_logprobs", -1), ("prompt_logprobs", -1), ("sparse_keep", 1.5),
+        ("sparse_keep", -0.1), ("thinking_budget", -1), ("stop", (5,)),
+    ],
+)  # fmt: skip
+def test_a_request_with_a_value_out_of_range_is_refused_by_the_name_of_its_field(param: str, value: Any) -> None:
+    is_sampling = param in Sampling.__struct_fields__
+    request = Generate(
+        7,
+        TokensPrompt((1,)),
+        Sampling(**{param: value}) if is_sampling else Sampling(),
+        **{} if is_sampling else {param: value},
+    )
+    with pytest.raises(codec.RefusedRequest, match=f"Invalid value for '{param}': expected ") as refused:
+        codec.decode_down(codec.encode(request))
+    assert (refused.value.rid, refused.value.param) == (7, param)
+
+
+def test_each_number_of_the_sampling_but_the_seed_has_a_range() -> None:
+    fields = inspect.type_info(Sampling).fields
+    numbers = [each for each in fields if isinstance(each.type, inspect.IntType | inspect.FloatType)]
+    without = [each.name for each in numbers if each.type.ge is None and each.type.gt is None]
+    assert len(numbers) > 15
+    assert without == ["seed"]
 
 
 @given(st.binary(max_size=200))

@@ -174,6 +174,20 @@ def test_a_request_that_cannot_be_served_is_rejected_and_the_next_one_is_served(
     assert deltas_until_end(gateway, good.rid)[-1].finish is Finish.LENGTH
 
 
+def test_a_request_out_of_range_is_rejected_by_name_and_the_next_one_is_served(gateway: Gateway) -> None:
+    bad = Generate(next(rids), TextPrompt("kato"), structs.replace(ENDLESS, temperature=9.0))
+    good = Generate(next(rids), TextPrompt("kato"), ENDLESS, max_tokens=2)
+    gateway.send(bad)
+    gateway.send(good)
+    rejected = gateway.expect(Rejected)
+    assert (rejected.rid, rejected.failure.code, rejected.failure.param) == (
+        bad.rid,
+        Code.INVALID_REQUEST,
+        "temperature",
+    )
+    assert deltas_until_end(gateway, good.rid)[-1].finish is Finish.LENGTH
+
+
 @pytest.mark.parametrize(
     "constraint",
     [

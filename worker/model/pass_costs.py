@@ -33,18 +33,30 @@ _TOKENS_WEIGHT: Final = 0.3
 
 
 @dataclass(slots=True)
-class _Duration:
-    """Seconds of passes of one size. `used` is the number of the newest such pass, 0 for a time of an earlier start."""
+class Duration:
+    """Smoothed seconds of passes, or drafts, of one size. `used` is the number of the newest of them, 0 for a time of
+    an earlier start.
+
+    The first pass of a shape may compile kernels, so a size follows the faster of its two newest passes, and is trusted
+    after its second.
+    """
 
     seconds: float
     newest: float
     used: int
     is_trusted: bool = False
 
+    def observe(self, seconds: float, used: int) -> None:
+        """Add the seconds of another pass with its number."""
+        less = min(seconds, self.newest)
+        weight = _FASTER_WEIGHT if less < self.seconds else _SLOWER_WEIGHT
+        self.seconds += (weight if self.is_trusted else 1.0) * (less - self.seconds)
+        self.newest, self.used, self.is_trusted = seconds, used, True
+
 
 _Key = tuple[int, PassKind, int]
 """Band of contexts, kind of pass, and number of rows, which is 0 except for steps."""
-_Sizes = dict[int, _Duration]
+_Sizes = dict[int, Duration]
 """Durations by width of a step, or by number of tokens of a chunk."""
 
 
@@ -72,7 +84,7 @@ class PassCosts:
         for each in recalled:
             if each.rows == bucket(each.rows) and each.size == bucket(each.size):
                 sizes = self._sizes.setdefault((each.band, each.kind, each.rows), {})
-                sizes[each.size] = _Duration(each.seconds, each.seconds, 0, True)
+                sizes[each.size] = Duration(each.seconds, each.seconds, 0, True)
 
     def observe_step(self, rows: int, width: int, seconds: float, tokens: int = 0) -> None:
         """Record a step; `seconds` is 0.0 if unknown. `tokens` is the number of tokens that all rows together got."""
@@ -102,13 +114,9 @@ class PassCosts:
         self._doubt(key, size, seconds)
         known = sizes.get(size)
         if known is None:
-            sizes[size] = _Duration(seconds, seconds, count)
+            sizes[size] = Duration(seconds, seconds, count)
         else:
-            # The first pass of a shape may compile kernels, so a size follows the faster of its two newest passes.
-            less = min(seconds, known.newest)
-            weight = _FASTER_WEIGHT if less < known.seconds else _SLOWER_WEIGHT
-            known.seconds += (weight if known.is_trusted else 1.0) * (less - known.seconds)
-            known.newest, known.used, known.is_trusted = seconds, count, True
+            known.observe(seconds, count)
 
     def _doubt(self, key: _Key, size: int, seconds: float) -> None:
         """Drop the times of an earlier start if they mislead."""
@@ -203,7 +211,7 @@ def bucket(number: int) -> int:
     return 1 << round(math.log2(number)) if number else 0
 
 
-def _drop(sizes: _Sizes, is_dropped: Callable[[_Duration], bool]) -> None:
+def _drop(sizes: _Sizes, is_dropped: Callable[[Duration], bool]) -> None:
     for at in [at for at, each in sizes.items() if is_dropped(each)]:
         del sizes[at]
 

@@ -13,6 +13,7 @@ from msgspec import structs
 
 from protocol.failures import Code
 from protocol.from_worker import Tokenized
+from protocol.spec import IMAGE_PIXELS_MAX
 from protocol.to_worker import (
     ChatPrompt,
     Constraint,
@@ -129,7 +130,7 @@ _PROMPT_END_TOKENS = 4096
 # Number of tokens that a cut may add to a text, because it may split a token.
 _CUT_EXTRA_TOKENS: Final = 16
 # Limits of a request's media if the worker's specification has none.
-DEFAULT_LIMITS: Final = MediaLimits(bytes=32 << 20, count=64, pixels=64_000_000)
+DEFAULT_LIMITS: Final = MediaLimits(bytes=32 << 20, count=64, pixels=IMAGE_PIXELS_MAX)
 
 
 class Intake:

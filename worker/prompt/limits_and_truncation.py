@@ -22,8 +22,6 @@ from msgspec import structs
 
 from protocol.failures import Code
 from protocol.to_worker import (
-    REPETITION_PENALTY_MAX,
-    REPETITION_PENALTY_MIN,
     ChatPrompt,
     Generate,
     Sampling,
@@ -103,8 +101,9 @@ def _refusal(message: str, param: str) -> RequestInvalid:
 
 
 def check_sampling(request: Generate, vocab_size: int, *, is_restricted: bool) -> None:
-    """Check the parameters of a request that has a grammar or tools that must be called if `is_restricted`. Raises
-    `RequestInvalid`."""
+    """Check what depends on the vocabulary, and on whether the request has a grammar or tools that must be called
+    (`is_restricted`). The decoder has checked the ranges. Raises `RequestInvalid`.
+    """
     sampling = request.sampling
     check_ids(sampling.logit_bias, "logit_bias", vocab_size)
     check_ids(sampling.stop_ids, "stop_token_ids", vocab_size)
@@ -114,18 +113,11 @@ def check_sampling(request: Generate, vocab_size: int, *, is_restricted: bool) -
         if value and is_restricted:
             message = f"{param} cannot be combined with a format of the output or tools that must be called"
             raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
-    if sampling.top_k < 0:  # more than the vocabulary is all of it, as in vLLM and transformers
-        raise RequestInvalid(Code.INVALID_REQUEST, "top_k is negative", param="top_k")
     likeliest = (("top_logprobs", request.top_logprobs), ("prompt_logprobs", request.prompt_logprobs))
     for param, value in likeliest:
-        if not 0 <= (value or 0) <= vocab_size:
+        if (value or 0) > vocab_size:
             message = f"{param} is {value}, but the model's vocabulary has {vocab_size} tokens"
             raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
-    if not REPETITION_PENALTY_MIN <= sampling.repetition_penalty <= REPETITION_PENALTY_MAX:
-        message = f"repetition_penalty is not within {REPETITION_PENALTY_MIN:g} and {REPETITION_PENALTY_MAX:g}"
-        raise RequestInvalid(Code.INVALID_REQUEST, message, param="repetition_penalty")
-    if request.max_tokens is not None and request.max_tokens < 0:
-        raise RequestInvalid(Code.INVALID_REQUEST, "max_tokens is negative", param="max_tokens")
 
 
 PARAM: Final = "sparse_prefill"
@@ -149,8 +141,6 @@ class SparseLimits:
             return 0.0
         if not self.keep:
             raise _refused("This model has no sparse prefill: its configuration names no 'sparse_prefill'.")
-        if not 0 <= wanted <= 1:
-            raise _refused(f"'{PARAM}' keeps a part of the prompt between 0 and 1, not {wanted}.")
         if request.prompt_logprobs is not None or (request.echo and request.top_logprobs is not None):
             raise _refused("A sparse prefill has no log-probabilities of the prompt.")
         if has_media:

@@ -18,7 +18,7 @@ from typing import Final
 
 from protocol.stats import DraftStats, Stats
 from worker.errors import is_allocation_failure, is_gpu_fault
-from worker.model.pass_costs import WIDTHS, PassCosts, bucket
+from worker.model.pass_costs import WIDTHS, Duration, PassCosts, bucket
 from worker.speculation.draft_state import BackOff, Branch, DraftedRow, DraftedText, Drafting
 from worker.speculation.drafter import Drafter, Draw, Proposer, Rows
 from worker.speculation.text_sources import (
@@ -86,9 +86,6 @@ def best_width(
 PRIOR_ACCEPTANCE: Final = 0.75
 # Minimum weight of a newly verified token in the average acceptance.
 _MIN_LEARNING_RATE: Final = 0.02
-# Weights of a new time in the smoothed time to draft a token.
-_FASTER_WEIGHT: Final = 0.5
-_SLOWER_WEIGHT: Final = 0.2
 # A time is dropped after this many look-ups without drafts, some hundreds of steps: drafting that seems too slow is
 # not measured.
 _MAX_LOOKUPS: Final = 2048
@@ -101,10 +98,8 @@ class Proposals:
 
     def __init__(self, proposer: Proposer) -> None:
         self.proposer = proposer
-        # By number of rows: smoothed and newest seconds per drafted token of each row, and the number of look-ups of
-        # these seconds since drafts were measured.
-        self._token_s: dict[int, float] = {}
-        self._newest_s: dict[int, float] = {}
+        # By number of rows: seconds per drafted token of each row, and the number of look-ups of these seconds.
+        self._token_s: dict[int, Duration] = {}
         self._lookups: dict[int, int] = {}
         self._widest = proposer.longest + 1
         self._rates = [PRIOR_ACCEPTANCE] * (WIDTHS[-1] - 1)
@@ -124,12 +119,12 @@ class Proposals:
     def seconds(self, rows: int, width: int, plain: float) -> float:
         """Return the seconds to draft for a step of this width; `plain` is the time of a plain step."""
         key = bucket(rows)
-        self._lookups[key] = self._lookups.get(key, 0) + 1
-        if self._lookups[key] > _MAX_LOOKUPS:
-            self._token_s.pop(key, None)
-            self._newest_s.pop(key, None)
-        untried_s = min(_UNTRIED_TOKEN_SHARE * plain, self._newest_s.get(key, math.inf))
-        token_s = self._token_s.get(key, untried_s)
+        lookups = self._lookups[key] = self._lookups.get(key, 0) + 1
+        known, token_s = self._token_s.get(key), _UNTRIED_TOKEN_SHARE * plain
+        if known is not None and lookups - known.used > _MAX_LOOKUPS:
+            del self._token_s[key]
+        elif known is not None:
+            token_s = known.seconds if known.is_trusted else min(token_s, known.seconds)
         return (min(width, self._widest) - 1) * token_s
 
     def propose(
@@ -147,12 +142,12 @@ class Proposals:
         return drafts
 
     def _observe(self, key: int, token_s: float) -> None:
-        """Learn the time of a drafted token. The first drafts may compile kernels, so the faster of two counts."""
-        before, self._newest_s[key], self._lookups[key] = self._newest_s.get(key), token_s, 0
-        if before is not None:
-            less = min(before, token_s)
-            known = self._token_s.get(key, less)
-            self._token_s[key] = known + (_FASTER_WEIGHT if less < known else _SLOWER_WEIGHT) * (less - known)
+        """Learn the time of a drafted token."""
+        known, lookups = self._token_s.get(key), self._lookups.get(key, 0)
+        if known is None:
+            self._token_s[key] = Duration(token_s, token_s, lookups)
+        else:
+            known.observe(token_s, lookups)
 
     def learn(self, drafted: int, right: int) -> None:
         """Record that `right` of the `drafted` tokens of a draft were accepted."""

@@ -49,7 +49,17 @@ from gateway.api.openai.request import Seed
 from gateway.config.settings import ModelConfig, ThinkingDefaults
 from gateway.errors import BadRequest, Unsupported, missing_parameter
 from gateway.media.media_reference import IMAGE, by_base64, by_url, document
-from protocol.to_worker import ChatPrompt, Constraint, ConstraintKind, Generate, Sampling
+from protocol.to_worker import (
+    AnswerTokens,
+    ChatPrompt,
+    Constraint,
+    ConstraintKind,
+    Generate,
+    Probability,
+    Sampling,
+    TokenCount,
+    TopK,
+)
 
 # Types of blocks that prompts have a form for.
 SHOWN: Final = ("text", "image", "document", "search_result", "tool_reference", "tool_use", "tool_result", "thinking")
@@ -381,7 +391,6 @@ NO_ACTION: Final = frozenset(
 )
 
 
-Tokens = Annotated[int, Meta(ge=1, le=1 << 40)]
 StopSequence = Annotated[str, Meta(max_length=STOP_CHARS_MAX)]
 
 
@@ -406,7 +415,7 @@ class ToolChoice(Struct, frozen=True):
 
 class ThinkingParam(Struct, frozen=True):
     type: Annotated[str, words("enabled", "disabled", "adaptive")]
-    budget_tokens: Tokens | None = None
+    budget_tokens: AnswerTokens | None = None
 
 
 class OutputFormat(Struct, frozen=True):
@@ -443,12 +452,12 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     """`POST /v1/messages`."""
 
     # With 0 the prompt is only put into the prefix cache.
-    max_tokens: Annotated[int, Meta(ge=0, le=1 << 40)]
+    max_tokens: TokenCount
     stream: bool | None = None
     stop_sequences: Annotated[list[StopSequence], Meta(max_length=STOPS_MAX)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    top_p: Probability | None = None
+    top_k: TopK | None = None
     # Seed of the sampling. This field is mlxd's own.
     seed: Seed | None = None
     # Whether tokens are drafted, and the maximum number of tokens in a draft. This field is mlxd's own.

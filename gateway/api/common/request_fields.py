@@ -29,6 +29,7 @@ from gateway.config.settings import SamplingDefaults
 from gateway.control_types import RequestTiming
 from gateway.errors import Unsupported
 from gateway.request.record import RequestRecord
+from protocol.to_worker import DraftLength
 
 
 def words(*known: str) -> Meta:
@@ -73,7 +74,7 @@ NAMED: Final = {"type": "object", "properties": {"name": TEXT}, "required": ["na
 class DraftSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """Limits the number of tokens in a draft."""
 
-    most: Annotated[int, Meta(ge=0, le=1024)]
+    most: DraftLength
 
 
 # False turns drafts off. True, or no value, uses the model's settings.

@@ -18,7 +18,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from gateway.config.settings import ModelConfig
-from gateway.errors import ApiError, Unavailable, from_failure, from_unsendable
+from gateway.errors import BUSY_RETRY_AFTER_S, ApiError, Unavailable, from_failure, from_unsendable
 from gateway.http.bodies import read_body, send_body
 from gateway.http.sse import (
     DEFAULT_PACE,
@@ -312,7 +312,7 @@ async def _answer(
         services.metrics.rejected(model.name, "unsendable")
         raise from_unsendable(error) from None
     except (WorkerGone, TimeoutError):
-        raise Unavailable("The model's worker did not answer. Try again.", 1.0) from None
+        raise Unavailable("The model's worker did not answer. Try again.", BUSY_RETRY_AFTER_S) from None
 
 
 def new_id(prefix: str) -> str:

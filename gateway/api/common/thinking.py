@@ -9,8 +9,8 @@ from gateway.api.common.canonical import EFFORTS, ThinkingBudget
 from gateway.api.common.request_fields import words
 from gateway.config.settings import ThinkingDefaults
 from gateway.errors import invalid_choice
+from protocol.to_worker import TOKENS_MAX, TokenCount
 
-Budget = Annotated[int, Meta(ge=0, le=1 << 40)]
 # Types of Anthropic's `thinking`. With the last two, the model decides.
 _TYPES: Final[dict[str, bool | None]] = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
 
@@ -19,8 +19,8 @@ class ReasoningSpec(Struct, frozen=True):
     """`reasoning` of OpenRouter and the Responses API."""
 
     effort: Annotated[str, Meta(max_length=32), words(*EFFORTS)] | None = None
-    max_tokens: Budget | None = None
-    budget: Budget | None = None
+    max_tokens: TokenCount | None = None
+    budget: TokenCount | None = None
     enabled: bool | None = None
 
 
@@ -28,7 +28,7 @@ class AnthropicThinking(Struct, frozen=True):
     """Anthropic's `thinking`."""
 
     type: Annotated[str, Meta(max_length=32), words(*_TYPES)]
-    budget_tokens: Budget | None = None
+    budget_tokens: TokenCount | None = None
 
 
 class ThinkingFields(Protocol):
@@ -80,8 +80,9 @@ def _of_template(kwargs: Mapping[str, Any]) -> ThinkingBudget:
     switches = [kwargs.get("enable_thinking"), kwargs.get("thinking")]
     is_enabled = next((switch for switch in switches if isinstance(switch, bool)), None)
     budget, effort = kwargs.get("thinking_budget"), kwargs.get("reasoning_effort")
-    is_count = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0
-    thinking = ThinkingBudget(is_enabled, budget=budget if is_count else None)
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 0:
+        budget = None
+    thinking = ThinkingBudget(is_enabled, budget=None if budget is None else min(budget, TOKENS_MAX))
     if isinstance(effort, str) and effort in EFFORTS:
         thinking = thinking.over(ThinkingBudget.of_effort(effort, "chat_template_kwargs.reasoning_effort"))
     return thinking

@@ -44,7 +44,7 @@ from gateway.http.bodies import JSON, send_body
 from gateway.http.sse import JSON_LINES, StreamWatch, cut_off
 from gateway.model_files.metadata import Unreadable, find
 from gateway.model_files.pull_queue import PullQueue, PullStatus
-from gateway.request.opener import retry_after_s
+from gateway.request.opener import not_ready
 from gateway.request.record import ClientLeft, RequestRecord, ignored_header, record_of
 from gateway.services import Services
 from gateway.workers.supervisor.state import ModelUnavailable
@@ -85,8 +85,7 @@ async def _load(services: Services, record: RequestRecord, model: ModelConfig) -
             async with asyncio.timeout(queue_s or None):
                 await services.pool.ensure_ready(model.name)
         except TimeoutError:
-            message = f"The model was not ready within {queue_s:g} seconds."
-            raise Unavailable(message, retry_after_s(services.pool, model), "queue_timeout") from None
+            raise not_ready(services.pool, model, queue_s) from None
 
 
 def authorize(services: Services, record: RequestRecord, action: Action, target: str, what: str) -> None:

@@ -52,11 +52,26 @@ from gateway.api.common.request_fields import (
 )
 from gateway.api.common.thinking import of_config
 from gateway.api.openai.lowering import derive_seed, lower_tool
-from gateway.api.openai.request import CalledFunction, Penalty, RepetitionPenalty, ToolSpec, Unit
+from gateway.api.openai.request import CalledFunction, ToolSpec
 from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.errors import BadRequest, Unsupported, invalid_choice
 from gateway.media.media_reference import IMAGE, by_base64, by_url
-from protocol.to_worker import ChatPrompt, Constraint, ConstraintKind, Generate, Infill, Prompt, Sampling, TextPrompt
+from protocol.to_worker import (
+    TOKENS_MAX,
+    ChatPrompt,
+    Constraint,
+    ConstraintKind,
+    Generate,
+    Infill,
+    Penalty,
+    Probability,
+    Prompt,
+    RepetitionPenalty,
+    Sampling,
+    Temperature,
+    TextPrompt,
+    TypicalP,
+)
 
 # Matches durations of zero in Go's notation, or in seconds. Each number of a longer duration must end in a unit;
 # otherwise matching a row of zeros could take exponential time.
@@ -69,11 +84,10 @@ def is_zero(keep_alive: float | str | None) -> bool:
     return bool(_ZERO.fullmatch(keep_alive.strip())) if isinstance(keep_alive, str) else keep_alive == 0
 
 
-_WHOLE_MAX: Final = 1 << 40
 _SEED_MAX: Final = (1 << 63) - 1
 # Some clients write whole numbers with a fraction, such as 1.0.
-Whole = Annotated[int, Meta(ge=-1, le=_WHOLE_MAX)] | Annotated[float, Meta(ge=-1, le=_WHOLE_MAX)]
-Limit = Annotated[int, Meta(ge=-2, le=_WHOLE_MAX)] | Annotated[float, Meta(ge=-2, le=_WHOLE_MAX)]
+Whole = Annotated[int, Meta(ge=-1, le=TOKENS_MAX)] | Annotated[float, Meta(ge=-1, le=TOKENS_MAX)]
+Limit = Annotated[int, Meta(ge=-2, le=TOKENS_MAX)] | Annotated[float, Meta(ge=-2, le=TOKENS_MAX)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=_SEED_MAX)] | Annotated[float, Meta(ge=-(2**62), le=2**62)]
 StopText = Annotated[str, Meta(max_length=STOP_CHARS_MAX)]
 
@@ -93,10 +107,10 @@ _REFUSED_OPTIONS: Final = (
 class OllamaOptions(Struct, frozen=True):
     """Options that have an effect or are refused. A negative limit means no limit."""
 
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    temperature: Temperature | None = None
     top_k: Whole | None = None
-    top_p: Unit | None = None
-    min_p: Unit | None = None
+    top_p: Probability | None = None
+    min_p: Probability | None = None
     seed: Seed | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=STOPS_MAX)] | None = None
     num_predict: Limit | None = None
@@ -105,7 +119,7 @@ class OllamaOptions(Struct, frozen=True):
     repeat_last_n: Whole | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    typical_p: TypicalP | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:

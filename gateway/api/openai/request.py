@@ -33,18 +33,29 @@ from gateway.api.common.thinking import AnthropicThinking, ReasoningSpec
 from gateway.api.openai.response import check_progress
 from gateway.errors import BadRequest, Unsupported
 from gateway.media.media_reference import DETAILS
-from protocol.to_worker import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN
+from protocol.to_worker import (
+    TOKENS_MAX,
+    TOP_N_SIGMA_MAX,
+    Bias,
+    DryBase,
+    DryLength,
+    DryMultiplier,
+    Penalty,
+    Probability,
+    RepetitionPenalty,
+    Temperature,
+    TokenCount,
+    TypicalP,
+)
 
 BREAKERS: Final = ("\n", ":", '"', "*")
 _LISTED_MAX: Final = 64
 _IDS_MAX: Final = 16_384
 _WORD_CHARS_MAX: Final = 256
-_TOKENS_MAX: Final = 1 << 40
 
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-Window = Annotated[int, Meta(ge=-1, le=_TOKENS_MAX)]
+Window = Annotated[int, Meta(ge=-1, le=TOKENS_MAX)]
 Text = Annotated[str, Meta(max_length=_WORD_CHARS_MAX)]
-Unit = Annotated[float, Meta(ge=0, le=1)]
 
 
 class SamplerFields(FormatFields, frozen=True, kw_only=True):
@@ -54,7 +65,7 @@ class SamplerFields(FormatFields, frozen=True, kw_only=True):
     other windows turns the sampler off.
     """
 
-    min_tokens: Annotated[int, Meta(ge=0, le=_TOKENS_MAX)] | None = None
+    min_tokens: TokenCount | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=_LISTED_MAX)] | None = None
     include_stop_str_in_output: bool | None = None
     bad_words: Annotated[list[Text], Meta(max_length=_LISTED_MAX)] | None = None
@@ -62,14 +73,14 @@ class SamplerFields(FormatFields, frozen=True, kw_only=True):
     # llama.cpp's and mlx-lm's names of the same penalty window.
     repeat_last_n: Window | None = None
     repetition_context_size: Window | None = None
-    typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    typical_p: TypicalP | None = None
     # A negative value, like zero, turns this sampler off.
-    top_n_sigma: Annotated[float, Meta(ge=-1, le=100)] | None = None
-    xtc_probability: Unit | None = None
-    xtc_threshold: Unit | None = None
-    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None = None
-    dry_base: Annotated[float, Meta(ge=1, le=4)] | None = None
-    dry_allowed_length: Annotated[int, Meta(ge=0, le=1024)] | None = None
+    top_n_sigma: Annotated[float, Meta(ge=-1, le=TOP_N_SIGMA_MAX)] | None = None
+    xtc_probability: Probability | None = None
+    xtc_threshold: Probability | None = None
+    dry_multiplier: DryMultiplier | None = None
+    dry_base: DryBase | None = None
+    dry_allowed_length: DryLength | None = None
     dry_penalty_last_n: Window | None = None
     # The value is a list, or the JSON text of a list.
     dry_sequence_breakers: (
@@ -206,17 +217,13 @@ class MessagePart(Struct, frozen=True):
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 PROMPTS_MAX: Final = 4096
 
-Temperature = Annotated[float, Meta(ge=0, le=2)]
-TopK = Annotated[int, Meta(ge=-1, le=1 << 31)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Meta(ge=REPETITION_PENALTY_MIN, le=REPETITION_PENALTY_MAX)]
-Bias = Annotated[float, Meta(ge=-100, le=100)]
+# -1 turns the filter off, as 0 does.
+TopKOrOff = Annotated[int, Meta(ge=-1, le=TOKENS_MAX)]
 BiasText = Annotated[str, Meta(min_length=1, max_length=256), shape(TEXT)]
 Choices = Annotated[int, Meta(ge=1, le=16)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-Tokens = Annotated[int, Meta(ge=1, le=1 << 40)]
 # Maximum tokens of the answer; -1 means no limit but the context's, as in llama.cpp and LM Studio.
-TokenLimit = Annotated[int, Meta(ge=-1, le=1 << 40)]
+TokenLimit = Annotated[int, Meta(ge=-1, le=TOKENS_MAX)]
 StopText = Annotated[str, Meta(max_length=STOP_CHARS_MAX)]
 Stop = StopText | Annotated[list[StopText], Meta(max_length=STOPS_MAX)]
 Effort = Annotated[str, Meta(max_length=32), words(*EFFORTS)]
@@ -331,9 +338,9 @@ class SamplingFields(SamplerFields, frozen=True, kw_only=True):
     seed: Seed | None = None
     stop: Stop | None = None
     temperature: Temperature | None = None
-    top_p: Unit | None = None
-    top_k: TopK | None = None
-    min_p: Unit | None = None
+    top_p: Probability | None = None
+    top_k: TopKOrOff | None = None
+    min_p: Probability | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
@@ -461,7 +468,7 @@ class ChatCompletionRequest(PromptFields, frozen=True, kw_only=True):
     # Fields of vLLM and SGLang for templates and thinking.
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
-    thinking_budget: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
+    thinking_budget: TokenCount | None = None
     continue_final_message: bool | None = None
     # False means the same as continuing the final message, and is accepted only together with that. This is vLLM's
     # field.

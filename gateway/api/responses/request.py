@@ -29,21 +29,17 @@ from gateway.api.common.request_fields import (
     typed,
     words,
 )
-from gateway.api.common.thinking import AnthropicThinking, Budget, ReasoningSpec
+from gateway.api.common.thinking import AnthropicThinking, ReasoningSpec
 from gateway.api.openai.request import (
     AUDIO_DATA,
     AudioData,
     Effort,
-    Penalty,
-    RepetitionPenalty,
     Seed,
-    Temperature,
-    Tokens,
-    TopK,
-    Unit,
+    TopKOrOff,
 )
 from gateway.errors import BadRequest, Unsupported, invalid_choice, missing_parameter
 from gateway.media.media_reference import DETAILS
+from protocol.to_worker import AnswerTokens, Penalty, Probability, RepetitionPenalty, Temperature, TokenCount
 
 # Any value of these fields is accepted, because they request nothing from a local server.
 NO_ACTION: Final = frozenset({"client_metadata", "prompt_cache_retention", "stream_options", "service_tier"})
@@ -196,7 +192,7 @@ class InputTokensRequest(Struct, frozen=True, kw_only=True):
     reasoning_effort: Effort | None = None
     thinking: AnthropicThinking | None = None
     enable_thinking: bool | None = None
-    thinking_budget: Budget | None = None
+    thinking_budget: TokenCount | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -226,10 +222,10 @@ class ResponsesRequest(InputTokensRequest, frozen=True, kw_only=True):
     # If false, the prompt is processed and kept for the next request, and nothing is generated.
     generate: bool | None = None
     include: list[str] | None = None
-    max_output_tokens: Tokens | None = None
+    max_output_tokens: AnswerTokens | None = None
     max_tool_calls: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
     temperature: Temperature | None = None
-    top_p: Unit | None = None
+    top_p: Probability | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
@@ -238,8 +234,8 @@ class ResponsesRequest(InputTokensRequest, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
-    top_k: TopK | None = None
-    min_p: Unit | None = None
+    top_k: TopKOrOff | None = None
+    min_p: Probability | None = None
     seed: Seed | None = None
     prompt_cache_options: PromptCacheOptions | None = None
     # These fields are mlxd's own.

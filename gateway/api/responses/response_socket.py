@@ -32,9 +32,18 @@ from gateway.api.responses.socket_turn import (
     input_of,
     messages_of,
 )
-from gateway.errors import ApiError, BadRequest, Cancelled, Overloaded, Unavailable, invalid_choice
+from gateway.errors import (
+    BUSY_RETRY_AFTER_S,
+    DRAIN_RETRY_AFTER_S,
+    FULL_RETRY_AFTER_S,
+    ApiError,
+    BadRequest,
+    Cancelled,
+    Overloaded,
+    Unavailable,
+    invalid_choice,
+)
 from gateway.http.websocket import GuardedWebSocket, IncomingMessage, websocket_of
-from gateway.request.admission import DRAIN_RETRY_AFTER_S
 from gateway.request.record import record_of
 from gateway.services import Services
 
@@ -147,7 +156,7 @@ class ResponseSocket:
         if self._is_expired:
             raise _expired()
         if sum(len(stream.queue) for stream in self._streams.values()) >= WAITING_MAX:
-            raise Overloaded(f"{WAITING_MAX} requests of this WebSocket wait already.", 1.0)
+            raise Overloaded(f"{WAITING_MAX} requests of this WebSocket wait already.", BUSY_RETRY_AFTER_S)
         stream = self._streams.get(name)
         if stream is None:
             if name and len(self._streams.keys() - {""}) >= NAMED_STREAMS_MAX:
@@ -156,7 +165,8 @@ class ResponseSocket:
             stream = self._streams[name] = SocketStream(name)
         must_wait = stream.running is not None or stream.queue or self._running >= RUNNING_MAX
         if must_wait and not message.lease.hold(max(0, len(data) - message.lease.size_bytes)):
-            raise Unavailable("The bodies of waiting requests fill their memory.", 1.0, "body_memory_full")
+            reason = "The bodies of waiting requests fill their memory."
+            raise Unavailable(reason, FULL_RETRY_AFTER_S, "body_memory_full")
         stream.queue.append(
             SocketTurn(
                 name, data, message.lease, self._history, stream.steering, event.previous_response_id, self._find

@@ -164,6 +164,23 @@ async def test_with_keys_a_name_is_checked_only_where_names_are_listed(tmp_path:
         assert (await gateway.client.get("/v1/models", headers=headers | {"host": "a.example:1"})).status_code == 200
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+async def test_the_api_and_the_page_accept_and_refuse_the_same_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "Mac-7.local")
+    accepted = ["localhost", "127.0.0.1:1", "[::1]:8484", address, "STUDIO.lan:8484", "studio.lan."]
+    refused = ["evil.example", "mac-7.evil.example", "mac-7.localx", "mac-8.local", "xstudio.lan", "lan", "[::1", ""]
+    # On a loopback only a page that was resolved there, or a proxy, uses the machine's name.
+    (refused if address == "127.0.0.1" else accepted).extend(["mac-7", "MAC-7.local:8484", "mac-7.local."])
+
+    async with running(tmp_path, server=ServerConfig(host=address, hosts=("studio.lan",))) as gateway:
+        for host in (*accepted, *refused):
+            headers = {"host": host}
+            api, page = [(await gateway.client.get(path, headers=headers)).status_code for path in ("/livez", "/ui/")]
+            assert (api, page) == ((200, 200) if host in accepted else (421, 421)), host
+
+
 def test_the_configured_host_is_served_also_where_it_is_a_name() -> None:
     assert is_served("studio.lan:8484", ("studio.lan",))
     assert not is_served("studio.lan:8484", ("127.0.0.1",))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import mlx.core as mx
 import msgspec
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.to_worker import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN, Sampling
+from protocol.to_worker import RepetitionPenalty, Sampling
 from worker.sampling.penalties import processors
 from worker.sampling.sampler import Draws, Guard, RowSampler
 
@@ -308,7 +308,7 @@ def test_a_repetition_penalty_below_one_strengthens() -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
-@pytest.mark.parametrize("penalty", [REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX])
+@pytest.mark.parametrize("penalty", [get_args(RepetitionPenalty)[1].ge, get_args(RepetitionPenalty)[1].le])
 def test_the_limits_of_a_repetition_penalty_leave_log_probabilities(dtype: mx.Dtype, penalty: float) -> None:
     (repetition,) = processors(Sampling(repetition_penalty=penalty), 2)
     logits = repetition(mx.array([0, 1, 2]), mx.array([[40.0, -40.0, 0.0, 4.0]], dtype=dtype)).astype(mx.float32)

@@ -39,8 +39,6 @@ def test_a_prompt_has_the_part_that_the_request_names_or_from_a_length_on_that_o
     ("request_", "limits", "has_media", "reason"),
     [
         (asked(), NO_SPARSE, False, "This model has no sparse prefill"),
-        (asked(1.5), LIMITS, False, "between 0 and 1"),
-        (asked(-0.1), LIMITS, False, "between 0 and 1"),
         (asked(echo=True, top_logprobs=1), LIMITS, False, "no log-probabilities of the prompt"),
         (asked(), LIMITS, True, "text only"),
     ],

@@ -50,6 +50,7 @@ def wish(model: ModelConfig = MODEL, /, **fields: Any) -> tuple[bool | None, str
         ({"chat_template_kwargs": {"enable_thinking": False}}, (False, "", None)),
         ({"chat_template_kwargs": {"thinking": True}}, (True, "", None)),
         ({"chat_template_kwargs": {"reasoning_effort": "high", "thinking_budget": 9}}, (True, "high", 9)),
+        ({"chat_template_kwargs": {"thinking_budget": 2**60}}, (None, "", 2**40)),
         ({"chat_template_kwargs": {"reasoning_effort": "its own word", "enable_thinking": "yes"}}, (None, "", None)),
     ],
 )
