@@ -56,7 +56,7 @@ def test_no_draft_holds_a_token_that_the_tokenizer_knows_and_the_model_does_not(
     text = "kato mira"
     whole = row(intake, TokensPrompt((1,)), prediction=text).drafting.prediction
     known = sorted(set(whole))[-1]  # the highest id of the text is the first that the model does not know
-    monkeypatch.setattr(intake, "_vocab_size", known)
+    monkeypatch.setattr(intake._words, "_vocab_size", known)
     cut = row(intake, TokensPrompt((1,)), prediction=text).drafting.prediction
     assert len(cut) == len(whole)
     assert -1 in cut
@@ -279,7 +279,7 @@ def test_a_model_without_a_template_says_so_and_completes_text(tmp_path: Path) -
     folder = build("qwen3", tmp_path / "bare")
     (folder / "chat_template.jinja").unlink()
     made = Intake(load(spec(folder), lambda *_: None))
-    assert not made.has_chat_template
+    assert not made.media.renderer.has_template
     assert refused(made, chat(USER)).code is Code.UNSUPPORTED
     assert row(made, TextPrompt("kato")).prompt
 
