@@ -252,7 +252,7 @@ class _ResponseStream:
             on_unread = self._write_unread if self._is_started and self._writer is not None else None
             deltas = await generation.read(self._read_timeout_s(), on_unread)
             data = self._take_large() + encode(deltas)
-            if not (data and self._is_started and generation.is_running) or len(data) > SLICE_BYTES:
+            if not (data and self._is_started) or generation.accounting.ended or len(data) > SLICE_BYTES:
                 break
             await watch.write(self._send, data)
         await self._turn(data, is_silent=not deltas)
@@ -280,14 +280,14 @@ class _ResponseStream:
     async def _turn(self, data: bytes, is_silent: bool) -> None:
         """Handle what has ended the loop of `_flow`: the beginning or end of a sequence, a failure, or silence."""
         generation = self._generation
-        if self._on_progress is not None and (progress := generation.read_progress()) is not None:
+        if self._on_progress is not None and (progress := generation.collector.read_progress()) is not None:
             data = self._on_progress(progress) + data
-        if generation.failure is not None:
+        if (failure := generation.accounting.failure) is not None:
             # A failure before the first byte becomes an error status; a later failure follows the text generated so
             # far.
             if data and self._is_started:
                 await self._write(data)
-            raise generation.failure
+            raise failure
         if generation.is_done:
             await generation.compare()
             await self._write(data + self._encoder.end(), more=False)
@@ -380,8 +380,8 @@ async def folded(generation: Generation, fold: Fold) -> bytes:
         if not generation.is_open and not generation.open_now():
             await generation.open()
         fold.add(await generation.read(on_unread=fold_unread))
-        if generation.failure is not None:
-            raise generation.failure
+        if generation.accounting.failure is not None:
+            raise generation.accounting.failure
     await generation.compare()
     return fold.result()
 

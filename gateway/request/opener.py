@@ -7,7 +7,6 @@ Parts of a running gateway that a generation uses.
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -110,7 +109,6 @@ class Opener:
         model: ModelConfig,
         generates: list[Generate],
         record: RequestRecord,
-        bind: Callable[[Sequence[int]], None],
         *,
         kind: str,
     ) -> None:
@@ -118,7 +116,6 @@ class Opener:
         self._model = model
         self._generates = generates
         self._record = record
-        self._bind = bind
         self._numbers = runtime.metrics.model(model.name)
         self._kind = kind
         # The worker is looked up now, because a reload may remove the model from the pool. None if one just has.
@@ -222,7 +219,6 @@ class Opener:
             raise from_unsendable(error) from None
         self._record.rids = collector.rids
         self._record.phases.sent_at = self._elapsed()
-        self._bind(collector.rids)
         return collector
 
     def _check(self, worker: WorkerHandle) -> None:
