@@ -16,7 +16,7 @@ from starlette.types import Receive, Send
 from gateway.errors import ApiError, InternalError
 from gateway.http.bodies import CLIENT_CLOSED, SLICE_BYTES, ResponseSender, send_parts
 from gateway.request.generation import Generation
-from gateway.request.record import ChunkWriter, Header, RequestRecord
+from gateway.request.record import Header, RequestRecord
 from protocol.from_worker import Delta, Progress
 
 
@@ -185,7 +185,6 @@ class _ResponseStream:
         send: Send,
         watch: StreamWatch,
         pace: StreamTiming,
-        writer: ChunkWriter | None,
         kind: bytes,
         on_progress: EncodeProgress | None,
         slice_events: SliceEvents | None,
@@ -197,7 +196,7 @@ class _ResponseStream:
         self._encoder = encoder
         self._send = send
         self._watch = watch
-        self._writer = writer
+        self._writer = generation.record.writer
         self._kind = kind
         self._loop = asyncio.get_running_loop()
         self._keepalive_s = pace.keepalive_s
@@ -326,7 +325,6 @@ class _ResponseStream:
 async def respond_stream(
     generation: Generation,
     encoder: StreamEncoder,
-    record: RequestRecord,
     receive: Receive,
     send: Send,
     write_timeout_s: float,
@@ -342,9 +340,10 @@ async def respond_stream(
     Raises `ApiError` only before the status is sent; returns a later error.
     """
     error: ApiError | None = None
+    record = generation.record
     async with cut_off(record, receive, write_timeout_s) as watch:
         # The stream runs in a separate task, so that each token wakes a few frames instead of the whole app.
-        stream = _ResponseStream(generation, encoder, send, watch, pace, record.writer, kind, on_progress, slice_events)
+        stream = _ResponseStream(generation, encoder, send, watch, pace, kind, on_progress, slice_events)
         error = await asyncio.create_task(stream.run())
         if error is not None:
             record.outcome = error.code or "error"
@@ -352,18 +351,13 @@ async def respond_stream(
 
 
 async def respond_whole(
-    generation: Generation,
-    fold: Fold,
-    record: RequestRecord,
-    receive: Receive,
-    send: Send,
-    split_answer: SplitAnswer | None = None,
+    generation: Generation, fold: Fold, receive: Receive, send: Send, split_answer: SplitAnswer | None = None
 ) -> None:
     """Answer with one whole body. `split_answer` returns its parts if the result of `fold` is not all of it.
 
     Raises `ApiError`.
     """
-    async with cut_off(record, receive):
+    async with cut_off(generation.record, receive):
         result = await folded(generation, fold)
         parts = [memoryview(result)] if split_answer is None else split_answer(result)
         await send_parts(send, 200, parts, generation.headers)

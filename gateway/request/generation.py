@@ -8,8 +8,8 @@ Memory for the log-probabilities of a request's prompts. They may be a thousand 
 """
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Final, Self
 
@@ -22,7 +22,6 @@ from gateway.errors import ApiError, BadRequest, Cancelled, Unavailable, from_fa
 from gateway.link.collector import Collector, Relay
 from gateway.media.modalities import likely_tokens
 from gateway.request.body_memory import RETRY_AFTER_S, BodyLease
-from gateway.request.in_flight import InFlightRequest
 from gateway.request.opener import LOST, Opener, Runtime
 from gateway.request.record import Header, RequestRecord, relaxed_header, truncated_header
 from protocol.checkpoint import TEXT
@@ -176,39 +175,6 @@ class TokenAccounting:
         record.phases.cut(now, None if began is None else now - ago, record.first_token_s)
 
 
-@contextmanager
-def leases(
-    runtime: Runtime, model: ModelConfig, generates: Sequence[Generate], served: InFlightRequest
-) -> Generator[UsageCharge | None, None, None]:
-    """Take all leases for the duration of the block. Yields the charge of the caller's key, to which the usage is added
-    at the end.
-
-    If this raises `Overloaded`, `RateLimited` or `Unavailable`, no lease is taken.
-    """
-    record, count = served.record, len(generates)
-    caller = record.caller
-    record.is_of_batch_class = is_of_batch_class(generates[0])
-    with ExitStack() as held:
-        share = caller.queue_share
-        if record.is_of_batch_class:
-            # Such a request takes no place in a queue from others, and no part of its key's rates.
-            runtime.admission.check_open(model.name)
-        else:
-            held.enter_context(runtime.admission.lease(model, count, caller.key, share))
-        charge = None
-        if caller.meter is not None:
-            estimate = _estimate(caller.meter, generates, record)
-            hold = caller.meter.hold_budget if record.is_of_batch_class else caller.meter.hold
-            charge = held.enter_context(hold(estimate, count))
-        held.enter_context(runtime.pool.lease(model.name))
-        held.enter_context(runtime.requests.hold(served))
-        if model.adapter:
-            running = runtime.metrics.model(model.name).adapters_running
-            running[model.adapter] += count
-            held.callback(running.subtract, {model.adapter: count})
-        yield charge
-
-
 def _estimate(meter: Meter, generates: Sequence[Generate], record: RequestRecord) -> float:
     """Estimate the tokens that will be charged. A prompt's tokens are estimated by its size, because it is not
     tokenized here.
@@ -308,6 +274,7 @@ class Generation:
         self.collector = Collector([generate.rid for generate in self._generates])
         self._scores = ScoreRoom(record.lease, repeats)
         self._held = ExitStack()
+        # Charge of the caller's key, to which the usage is added at the end.
         self._charge: UsageCharge | None = None
         self._numbers = runtime.metrics.model(model.name)
         self._seen_activity = 0.0
@@ -318,7 +285,27 @@ class Generation:
         self._is_left = False
 
     def __enter__(self) -> Self:
-        self._charge = self._held.enter_context(leases(self._runtime, self._model, self._generates, self))
+        runtime, model, record, count = self._runtime, self._model, self.record, len(self._generates)
+        caller = record.caller
+        record.is_of_batch_class = is_of_batch_class(self._generates[0])
+        # If one of them is refused, none is taken.
+        with ExitStack() as held:
+            if record.is_of_batch_class:
+                # Such a request takes no place in a queue from others, and no part of its key's rates.
+                runtime.admission.check_open(model.name)
+            else:
+                held.enter_context(runtime.admission.lease(model, count, caller.key, caller.queue_share))
+            if caller.meter is not None:
+                estimate = _estimate(caller.meter, self._generates, record)
+                hold = caller.meter.hold_budget if record.is_of_batch_class else caller.meter.hold
+                self._charge = held.enter_context(hold(estimate, count))
+            held.enter_context(runtime.pool.broker.lease(model.name))
+            held.enter_context(runtime.requests.hold(self))
+            if model.adapter:
+                running = runtime.metrics.model(model.name).adapters_running
+                running[model.adapter] += count
+                held.callback(running.subtract, {model.adapter: count})
+            self._held = held.pop_all()
         return self
 
     def __exit__(

@@ -24,7 +24,7 @@ from gateway.request.admission import Admission
 from gateway.request.in_flight import RecentRequests, Requests
 from gateway.request.next_turns import NextTurns
 from gateway.request.record import RequestRecord
-from gateway.request.routing import LiveConfig, Router
+from gateway.request.routing import LiveConfig
 from gateway.telemetry.metrics import Metrics
 from gateway.workers.pool import Pool
 from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerView
@@ -83,11 +83,6 @@ class Runtime:
         """Return the state of a resolved model."""
         worker = self.pool.find(model.name)
         return WorkerView(name=model.name, path=model.path, state=State.STOPPED) if worker is None else worker.view()
-
-    @property
-    def router(self) -> Router:
-        """Router of the current configuration."""
-        return self.live.router
 
 
 QUEUE_RETRY_AFTER_S: Final = 5.0

@@ -65,9 +65,9 @@ async def cold(home: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[tu
             super().connection_made(_Transport(transport, sizes))  # type: ignore[arg-type]
 
     async def respond(*arguments: Any) -> Any:
-        generation, encoder, record, receive, send, timeout_s, _, kind, on_progress, slice_events = arguments
+        generation, encoder, receive, send, timeout_s, _, kind, on_progress, slice_events = arguments
         return await respond_stream(
-            generation, encoder, record, receive, send, timeout_s, QUICK, kind, on_progress, slice_events
+            generation, encoder, receive, send, timeout_s, QUICK, kind, on_progress, slice_events
         )
 
     monkeypatch.setattr(serve, "respond_stream", respond)
