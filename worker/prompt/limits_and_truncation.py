@@ -179,13 +179,13 @@ class SparseLimits:
         if wanted is None:
             return 0.0
         if not self.keep:
-            raise _refused("This model has no sparse prefill: its configuration names no 'sparse_prefill'.")
+            raise _refusal("This model has no sparse prefill: its configuration names no 'sparse_prefill'.", PARAM)
         if not 0 <= wanted <= 1:
-            raise _refused(f"'{PARAM}' keeps a part of the prompt between 0 and 1, not {wanted}.")
+            raise _refusal(f"'{PARAM}' keeps a part of the prompt between 0 and 1, not {wanted}.", PARAM)
         if request.prompt_logprobs is not None or (request.echo and request.top_logprobs is not None):
-            raise _refused("A sparse prefill has no log-probabilities of the prompt.")
+            raise _refusal("A sparse prefill has no log-probabilities of the prompt.", PARAM)
         if has_media:
-            raise _refused("A sparse prefill takes text only, neither images, video nor audio.")
+            raise _refusal("A sparse prefill takes text only, neither images, video nor audio.", PARAM)
         return (wanted or self.keep) if tokens >= self.least else 0.0
 
 
@@ -229,10 +229,6 @@ class ModelLimits:
         check_limits(sampling, words, self.eos_ids, self.suppressed, self.vocab_size)
         kept = (f"sparse-prefill-{count_kept(tokens, keep)}-of-{tokens}",) if keep else ()
         return RowLimits(sampling, room, keep, (*self.relaxed, *prompt.relaxed, *kept))
-
-
-def _refused(message: str) -> RequestInvalid:
-    return RequestInvalid(Code.INVALID_REQUEST, message, param=PARAM)
 
 
 # Maximum length of a prompt that may be truncated, as a multiple of the context.

@@ -95,7 +95,10 @@ class MediaPrompts:
         except ValueError as error:
             message = "the model's tokenizer does not keep each image, video and audio clip in its place"
             raise RequestInvalid(Code.TEMPLATE_ERROR, message, param="messages") from error
-        places = self._positions(len(ids), placed, begins) if self._in_space and placed else None
+        places = None
+        if self._in_space and placed:
+            grids: list[Grid] = [grid for medium in placed for grid in medium.grids]
+            places = positions(len(ids), list(zip(begins, grids, strict=True)))
         return EncodedPrompt(ids, text, _spans(placed, begins), places, relaxed)
 
     def _prepare(self, prompt: ChatPrompt, salt: str) -> tuple[ChatPrompt, list[PreparedMedia], tuple[str, ...]]:
@@ -131,11 +134,6 @@ class MediaPrompts:
 
         messages: Messages = [{**message, "content": shown(message.get("content"))} for message in prompt.messages]
         return structs.replace(prompt, messages=messages), prepared, tuple(relaxed)
-
-    @staticmethod
-    def _positions(length: int, placed: Sequence[PreparedMedia], begins: Sequence[int]) -> npt.NDArray[np.int32]:
-        grids: list[Grid] = [grid for medium in placed for grid in medium.grids]
-        return positions(length, list(zip(begins, grids, strict=True)))
 
 
 def open_media(

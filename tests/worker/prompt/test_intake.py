@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -100,6 +101,26 @@ def test_a_repetition_penalty_that_leaves_no_numbers_is_refused(intake: Intake, 
 
 def test_a_negative_length_is_refused(intake: Intake) -> None:
     assert refused(intake, TokensPrompt((1,)), max_tokens=-1).param == "max_tokens"
+
+
+def test_of_several_faults_that_of_the_earliest_step_is_reported(intake: Intake) -> None:
+    """Parameters, adapter, prompt, ids to resume from, sparse prefill, room, and tokens that may come."""
+    ends = Sampling(min_tokens=1, allowed_ids=intake._limits.eos_ids)
+    request = Generate(1, TokensPrompt((1,)), ends)
+    for fault, param, code in (
+        ({}, "min_tokens", Code.INVALID_REQUEST),
+        ({"prompt": TokensPrompt((1,) * CONTEXT)}, "prompt", Code.CONTEXT_LENGTH_EXCEEDED),
+        ({"sparse_keep": 0.5}, "sparse_prefill", Code.INVALID_REQUEST),
+        ({"resume": (-1,)}, "resume", Code.INVALID_REQUEST),
+        ({"prompt": TokensPrompt((-1,) * CONTEXT)}, "prompt", Code.INVALID_REQUEST),
+        ({"adapter": "none"}, "model", Code.UNSUPPORTED),
+        ({"sampling": structs.replace(ends, top_k=-1)}, "top_k", Code.INVALID_REQUEST),
+    ):
+        request = structs.replace(request, **fault)
+        with pytest.raises(RequestInvalid) as caught:
+            intake.row(request, 0.0)
+        assert (caught.value.failure.param, caught.value.failure.code) == (param, code)
+    assert not intake.recent.until(1), "a refused request leaves nothing"
 
 
 def test_every_limit_itself_is_allowed(intake: Intake) -> None:
