@@ -138,7 +138,7 @@ class Bench:
             Generate(rid, prompt, Sampling(temperature=0.8, seed=rid), max_tokens=ticks + WARM_TICKS + 16), 0.0
         )
         if "constrained" in case:
-            self._intake.constrain(row, Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA)))
+            self._intake.rules.constrain(row, Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA)))
         elif "waits" in case:
             row.processors = [_wait_for_token]
         return row

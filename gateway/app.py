@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import httpx
 from starlette.routing import Route, Router, WebSocketRoute
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from gateway.api import routes
 from gateway.api.batches import batches
@@ -73,10 +73,8 @@ class App:
         router = Router([*self.routes, *sockets], redirect_slashes=False)
         self._batched = EntryMiddleware(BatchClient(router), self.services, is_public=True)
         guarded = _guarded(router, self.services, self.backend)
-        self._entry = EntryMiddleware(guarded, self.services, is_public=True, unversioned=routes.UNVERSIONED)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._entry(scope, receive, send)
+        # ASGI app of the public listener.
+        self.entry = EntryMiddleware(guarded, self.services, is_public=True, unversioned=routes.UNVERSIONED)
 
     @property
     def websockets(self) -> WebSocketRules:

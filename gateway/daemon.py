@@ -87,7 +87,9 @@ class Daemon:
         owners = admin_connections(live, metrics)
         public = listener_protocol(clients, self._app.services.tls, self._app.websockets)
         protocols = public, listener_protocol(owners, None)
-        self._servers = [_Server(server_settings(*each)) for each in zip((self._app, admin), protocols, strict=True)]
+        self._servers = [
+            _Server(server_settings(*each)) for each in zip((self._app.entry, admin), protocols, strict=True)
+        ]
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         # The deadline of the drain command in seconds; None if the command gave none.
         self._drain_s: float | None = None

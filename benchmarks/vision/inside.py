@@ -100,11 +100,11 @@ def _picture(side: int) -> Any:
 def _intake(loaded: "LoadedModel") -> Any:
     """Return the processor of the model's media."""
     from worker.prompt.encode import PromptEncoder
-    from worker.prompt.media_prompt import open_media
+    from worker.prompt.media_prompt import MediaPrompts, open_media
     from worker.vision.images import MediaLimits
 
-    media, reason = open_media(loaded, PromptEncoder(loaded.tokenizer), MediaLimits(1 << 26, 16, 1 << 26), 0)
-    assert media is not None, reason
+    media = open_media(loaded, PromptEncoder(loaded.tokenizer), MediaLimits(1 << 26, 16, 1 << 26), 0)
+    assert isinstance(media, MediaPrompts), media.reason
     return media.processor
 
 

@@ -203,7 +203,7 @@ class _AdapterEndpoints:
             return next(iter(models))
         if not order.model and not self._services.config.server.default:
             raise BadRequest("There are several models: name the adapter's in 'model'.", "model")
-        return self._services.router.locate(order.model, OWNER).model.name
+        return self._services.live.router.locate(order.model, OWNER).model.name
 
     async def unload(self, scope: Scope, receive: Receive) -> AdapterStatus:
         """`POST /v1/unload_lora_adapter` with `{"lora_name": NAME}`. Running requests of the adapter finish."""
@@ -316,7 +316,7 @@ class DaemonEndpoints:
     def status(self) -> DaemonStatus:
         """Return the current status of the daemon and of every model."""
         services = self._services
-        memory = services.pool.memory()
+        memory = services.pool.broker.view()
         return DaemonStatus(
             protocol.__version__,
             os.getpid(),
@@ -352,7 +352,7 @@ class DaemonEndpoints:
             prompt_tokens_cached=numbers.prompt_tokens_cached,
             last_failure=view.last_failure.message if view.last_failure else "",
             retry_after_s=round(view.retry_after_s, 1),
-            is_pinned=services.pool.is_pinned(view.name),
+            is_pinned=services.pool.broker.is_pinned(view.name),
             is_waiting=view.name in memory.waiting,
             measured=speeds(services.pool.times.of(view.name, view.path)),
             group=_group(view),
@@ -398,7 +398,7 @@ class DaemonEndpoints:
         async def handler(scope: Scope, receive: Receive) -> CommandDone:
             ref = await read_order(scope, receive, _model_ref, 'The body must be {"model": NAME}')
             command = note(scope, Command(action, ref.model))
-            command.target = name = self._services.router.resolve(ref.model, OWNER).name
+            command.target = name = self._services.live.router.resolve(ref.model, OWNER).name
             worker = self._services.pool.worker(name)
             try:
                 await run(name)

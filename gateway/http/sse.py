@@ -17,7 +17,7 @@ from gateway.errors import ApiError, InternalError
 from gateway.http import connection_limits
 from gateway.http.bodies import CLIENT_CLOSED, SLICE_BYTES, ResponseSender, send_parts
 from gateway.request.generation import Generation
-from gateway.request.record import ChunkWriter, Header, RequestRecord
+from gateway.request.record import Header, RequestRecord
 from protocol.from_worker import Delta, Progress
 
 
@@ -185,7 +185,6 @@ class _ResponseStream:
         send: Send,
         watch: StreamWatch,
         pace: StreamTiming,
-        writer: ChunkWriter | None,
         kind: bytes,
         on_progress: EncodeProgress | None,
         slice_events: SliceEvents | None,
@@ -197,7 +196,7 @@ class _ResponseStream:
         self._encoder = encoder
         self._send = send
         self._watch = watch
-        self._writer = writer
+        self._writer = generation.record.writer
         self._kind = kind
         self._loop = asyncio.get_running_loop()
         self._keepalive_s = pace.keepalive_s
@@ -252,7 +251,7 @@ class _ResponseStream:
             on_unread = self._write_unread if self._is_started and self._writer is not None else None
             deltas = await generation.read(self._read_timeout_s(), on_unread)
             data = self._take_large() + encode(deltas)
-            if not (data and self._is_started and generation.is_running) or len(data) > SLICE_BYTES:
+            if not (data and self._is_started) or generation.accounting.ended or len(data) > SLICE_BYTES:
                 break
             await watch.write(self._send, data)
         await self._turn(data, is_silent=not deltas)
@@ -280,14 +279,14 @@ class _ResponseStream:
     async def _turn(self, data: bytes, is_silent: bool) -> None:
         """Handle what has ended the loop of `_flow`: the beginning or end of a sequence, a failure, or silence."""
         generation = self._generation
-        if self._on_progress is not None and (progress := generation.read_progress()) is not None:
+        if self._on_progress is not None and (progress := generation.collector.read_progress()) is not None:
             data = self._on_progress(progress) + data
-        if generation.failure is not None:
+        if (failure := generation.accounting.failure) is not None:
             # A failure before the first byte becomes an error status; a later failure follows the text generated so
             # far.
             if data and self._is_started:
                 await self._write(data)
-            raise generation.failure
+            raise failure
         if generation.is_done:
             await generation.compare()
             await self._write(data + self._encoder.end(), more=False)
@@ -326,7 +325,6 @@ class _ResponseStream:
 async def respond_stream(
     generation: Generation,
     encoder: StreamEncoder,
-    record: RequestRecord,
     receive: Receive,
     send: Send,
     pace: StreamTiming = DEFAULT_PACE,
@@ -341,9 +339,10 @@ async def respond_stream(
     Raises `ApiError` only before the status is sent; returns a later error.
     """
     error: ApiError | None = None
+    record = generation.record
     async with cut_off(record, receive) as watch:
         # The stream runs in a separate task, so that each token wakes a few frames instead of the whole app.
-        stream = _ResponseStream(generation, encoder, send, watch, pace, record.writer, kind, on_progress, slice_events)
+        stream = _ResponseStream(generation, encoder, send, watch, pace, kind, on_progress, slice_events)
         error = await asyncio.create_task(stream.run())
         if error is not None:
             record.outcome = error.code or "error"
@@ -351,18 +350,13 @@ async def respond_stream(
 
 
 async def respond_whole(
-    generation: Generation,
-    fold: Fold,
-    record: RequestRecord,
-    receive: Receive,
-    send: Send,
-    split_answer: SplitAnswer | None = None,
+    generation: Generation, fold: Fold, receive: Receive, send: Send, split_answer: SplitAnswer | None = None
 ) -> None:
     """Answer with one whole body. `split_answer` returns its parts if the result of `fold` is not all of it.
 
     Raises `ApiError`.
     """
-    async with cut_off(record, receive):
+    async with cut_off(generation.record, receive):
         result = await folded(generation, fold)
         parts = [memoryview(result)] if split_answer is None else split_answer(result)
         await send_parts(send, 200, parts, generation.headers)
@@ -379,8 +373,8 @@ async def folded(generation: Generation, fold: Fold) -> bytes:
         if not generation.is_open and not generation.open_now():
             await generation.open()
         fold.add(await generation.read(on_unread=fold_unread))
-        if generation.failure is not None:
-            raise generation.failure
+        if generation.accounting.failure is not None:
+            raise generation.accounting.failure
     await generation.compare()
     return fold.result()
 

@@ -126,7 +126,8 @@ class ParkedSequences:
         self._watch_ends = 0.0
         # Fingerprint of the only suspect of the newest crash.
         self._crash_suspect: bytes | None = None
-        self._quarantine = Quarantine()
+        # Requests that are known to crash workers.
+        self.quarantine = Quarantine()
 
     @property
     def has_any(self) -> bool:
@@ -137,10 +138,6 @@ class ParkedSequences:
     def is_isolating(self) -> bool:
         """Whether new requests must wait, so that the next crash has one suspect."""
         return bool(self._waiting) or any(sequence.is_watched for sequence in self._watched)
-
-    def refusal(self, request: Generate) -> Failure | None:
-        """Return the reason to refuse a request that is known to crash workers, or None."""
-        return self._quarantine.refusal(request, self._now())
 
     def park(self, sequence: Sequence) -> None:
         """Park a sequence that its worker has lost."""
@@ -218,7 +215,7 @@ class ParkedSequences:
                 sequence.collector.note_activity()
 
     def _resume_one(self, epoch: int, sequence: Sequence, now: float, *, is_watched: bool) -> bool:
-        if (refusal := self.refusal(sequence.generate)) is not None:
+        if (refusal := self.quarantine.refusal(sequence.generate, self._now())) is not None:
             self._link.fail([sequence], refusal)
             return False
         self._link.resume(epoch, sequence)
@@ -238,7 +235,7 @@ class ParkedSequences:
     def _quarantine_request(self, suspects: list[Sequence]) -> None:
         log.error("model %s: request %d was alone at two crashes and is quarantined", self._model, suspects[0].rid)
         digest = fingerprint(suspects[0].generate)
-        self._quarantine.add(digest, self._now())
+        self.quarantine.add(digest, self._now())
         self._events.request_quarantined(self._model)
         self._crash_suspect = None
         same = [each for each in (*suspects, *self._waiting) if fingerprint(each.generate) == digest]

@@ -214,8 +214,9 @@ class BatchGate:
         if now - self._read_at >= POWER_INTERVAL_S:
             self._read_at = now
             self._is_on_battery = await asyncio.to_thread(self._on_battery)
-        admission = self._admission
-        return admission.is_idle and not (admission.takes_none or self._is_on_battery or self._pool.memory().waiting)
+        if self._admission.takes_none or self._is_on_battery:
+            return False
+        return self._admission.is_idle and not self._pool.broker.view().waiting
 
     async def admits(self, model: str) -> bool:
         """Whether a request of a batch may start on this model: no other model may be unloaded for it."""

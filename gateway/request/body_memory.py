@@ -121,11 +121,6 @@ class Bodies:
                 waiting.remove(entry)
                 self._admit()
 
-    def check(self, size_bytes: int) -> None:
-        """Raises `BodyTooLarge` if the body exceeds the limit of every owner."""
-        if size_bytes > (limit := self.largest_bytes()):
-            raise BodyTooLarge(limit)
-
     def largest_bytes(self) -> int:
         """Return the size of the largest body that the limits allow."""
         return min(self._limit_bytes(), self._share_bytes())
@@ -181,7 +176,8 @@ class BodyLease:
         more = size_bytes - self.size_bytes
         if more <= 0:
             return
-        self._bodies.check(size_bytes)
+        if size_bytes > (limit := self._bodies.largest_bytes()):
+            raise BodyTooLarge(limit)
         is_small = size_bytes <= LARGE_BYTES
         if not self._bodies.take(self.owner, more, is_small=is_small):
             await self._bodies.wait(self.owner, more, is_small=is_small)

@@ -8,8 +8,8 @@ Memory for the log-probabilities of a request's prompts. They may be a thousand 
 """
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Final, Self
 
@@ -22,13 +22,12 @@ from gateway.errors import FULL_RETRY_AFTER_S, ApiError, BadRequest, Cancelled, 
 from gateway.link.collector import Collector, Relay
 from gateway.media.modalities import likely_tokens
 from gateway.request.body_memory import BodyLease
-from gateway.request.in_flight import InFlightRequest
 from gateway.request.opener import LOST, Opener, Runtime
 from gateway.request.record import Header, RequestRecord, relaxed_header, truncated_header
 from protocol.checkpoint import TEXT
 from protocol.codec import BYTES_PER_TOKEN, prompt_bytes
 from protocol.failures import Code, Failure
-from protocol.from_worker import Delta, Finish, Progress
+from protocol.from_worker import Delta, Finish
 from protocol.to_worker import Generate
 
 _STOPPED: Final = Failure(Code.ABORTED, "The server stopped this generation.")
@@ -176,39 +175,6 @@ class TokenAccounting:
         record.phases.cut(now, None if began is None else now - ago, record.first_token_s)
 
 
-@contextmanager
-def leases(
-    runtime: Runtime, model: ModelConfig, generates: Sequence[Generate], served: InFlightRequest
-) -> Generator[UsageCharge | None, None, None]:
-    """Take all leases for the duration of the block. Yields the charge of the caller's key, to which the usage is added
-    at the end.
-
-    If this raises `Overloaded`, `RateLimited` or `Unavailable`, no lease is taken.
-    """
-    record, count = served.record, len(generates)
-    caller = record.caller
-    record.is_of_batch_class = is_of_batch_class(generates[0])
-    with ExitStack() as held:
-        share = caller.queue_share
-        if record.is_of_batch_class:
-            # Such a request takes no place in a queue from others, and no part of its key's rates.
-            runtime.admission.check_open(model.name)
-        else:
-            held.enter_context(runtime.admission.lease(model, count, caller.key, share))
-        charge = None
-        if caller.meter is not None:
-            estimate = _estimate(caller.meter, generates, record)
-            hold = caller.meter.hold_budget if record.is_of_batch_class else caller.meter.hold
-            charge = held.enter_context(hold(estimate, count))
-        held.enter_context(runtime.pool.lease(model.name))
-        held.enter_context(runtime.requests.hold(served))
-        if model.adapter:
-            running = runtime.metrics.model(model.name).adapters_running
-            running[model.adapter] += count
-            held.callback(running.subtract, {model.adapter: count})
-        yield charge
-
-
 def _estimate(meter: Meter, generates: Sequence[Generate], record: RequestRecord) -> float:
     """Estimate the tokens that will be charged. A prompt's tokens are estimated by its size, because it is not
     tokenized here.
@@ -301,12 +267,15 @@ class Generation:
         if model.adapter:
             self._generates = [msgspec.structs.replace(each, adapter=model.adapter) for each in self._generates]
         self.record = record
-        self._opener = Opener(runtime, model, self._generates, record, bind, kind=kind)
-        self._accounting = TokenAccounting(runtime, model, self._generates, record)
+        self._bind = bind
+        self.opener = Opener(runtime, model, self._generates, record, kind=kind)
+        self.accounting = TokenAccounting(runtime, model, self._generates, record)
+        # Output of the sequences. Until a worker has the request, it is an empty one that nothing is added to.
+        self.collector = Collector([generate.rid for generate in self._generates])
         self._scores = ScoreRoom(record.lease, repeats)
         self._held = ExitStack()
+        # Charge of the caller's key, to which the usage is added at the end.
         self._charge: UsageCharge | None = None
-        self._collector: Collector | None = None
         self._numbers = runtime.metrics.model(model.name)
         self._seen_activity = 0.0
         self._seen_step = 0
@@ -316,25 +285,45 @@ class Generation:
         self._is_left = False
 
     def __enter__(self) -> Self:
-        self._charge = self._held.enter_context(leases(self._runtime, self._model, self._generates, self))
+        runtime, model, record, count = self._runtime, self._model, self.record, len(self._generates)
+        caller = record.caller
+        record.is_of_batch_class = is_of_batch_class(self._generates[0])
+        # If one of them is refused, none is taken.
+        with ExitStack() as held:
+            if record.is_of_batch_class:
+                # Such a request takes no place in a queue from others, and no part of its key's rates.
+                runtime.admission.check_open(model.name)
+            else:
+                held.enter_context(runtime.admission.lease(model, count, caller.key, caller.queue_share))
+            if caller.meter is not None:
+                estimate = _estimate(caller.meter, self._generates, record)
+                hold = caller.meter.hold_budget if record.is_of_batch_class else caller.meter.hold
+                self._charge = held.enter_context(hold(estimate, count))
+            held.enter_context(runtime.pool.broker.lease(model.name))
+            held.enter_context(runtime.requests.hold(self))
+            if model.adapter:
+                running = runtime.metrics.model(model.name).adapters_running
+                running[model.adapter] += count
+                held.callback(running.subtract, {model.adapter: count})
+            self._held = held.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        collector = self._collector
-        if collector is not None and not self._is_left:
+        collector = self.collector
+        if self.is_open and not self._is_left:
             # If the request is left to the next daemon, that daemon charges it.
-            self._accounting.charge(collector, self._charge)
+            self.accounting.charge(collector, self._charge)
         self._held.close()
-        if collector is not None:
-            unfinished = [rid for rid in collector.rids if rid not in self._accounting.ended]
+        if self.is_open:
+            unfinished = [rid for rid in collector.rids if rid not in self.accounting.ended]
             if unfinished:
                 self._runtime.link.abort(unfinished, "client")
-            self._accounting.close(collector, unfinished)
+            self.accounting.close(collector, unfinished)
             record = self.record
             has_next_turn = record.has_next_turn and not record.is_of_batch_class
-            if has_next_turn and self._accounting.is_complete:
+            if has_next_turn and self.accounting.is_complete:
                 self._runtime.next_turns.expect(self._model.name, self._generates[0], collector.epoch)
             self.record.epoch, self.record.resumes = collector.epoch, collector.resumes
         if not self.record.is_of_batch_class:
@@ -346,93 +335,55 @@ class Generation:
 
         Returns False if it is not ready; `open` then waits for it. Raises `ApiError`.
         """
-        self._begin(self._opener.open_now())
+        if (collector := self.opener.open_now()) is not None:
+            self._begin(collector)
         return self.is_open
 
     async def open(self) -> None:
         """Wait until the model is ready, and start the request. Raises `ApiError`."""
-        self._begin(await self._opener.open())
+        self._begin(await self.opener.open())
 
-    def _begin(self, collector: Collector | None) -> None:
-        if collector is not None:
-            collector.on_accepted = self._hold_scores
-            collector.wakes_on_progress = self.wakes_on_progress
-        self._collector = collector
+    def _begin(self, collector: Collector) -> None:
+        self._bind(collector.rids)
+        collector.on_accepted = self._hold_scores
+        collector.wakes_on_progress = self.wakes_on_progress
+        self.collector = collector
         self._seen_step = self._newest_step()
 
     @property
     def is_open(self) -> bool:
         """Whether the request was given to a worker. If so, it survives the loss of that worker."""
-        return self._collector is not None
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the request's deadline has passed."""
-        return self._opener.is_late
-
-    @property
-    def is_running(self) -> bool:
-        """Whether no sequence has ended yet."""
-        return not self._accounting.ended
+        return self.collector.epoch != 0
 
     @property
     def is_done(self) -> bool:
-        return len(self._accounting.ended) == len(self._generates)
-
-    @property
-    def failure(self) -> ApiError | None:
-        """Error of a failed request. It is set once all output before the failure was read."""
-        return self._accounting.failure
+        return len(self.accounting.ended) == len(self._generates)
 
     @property
     def prompt_tokens(self) -> int:
         """Number of prompt tokens that is known so far."""
-        return sum(self._collector.accepted.values()) if self._collector is not None else 0
+        return sum(self.collector.accepted.values())
 
     @property
     def headers(self) -> list[Header]:
         """Headers of the answer that are known so far."""
-        named = [*relaxed_header(self.relaxed), *truncated_header(self.left_out)]
-        return [*self.record.headers, *named]
-
-    @property
-    def left_out(self) -> tuple[int, int]:
-        """Numbers of turns and of tokens that were left out of the prompt, as far as known."""
-        return (0, 0) if self._collector is None else self._collector.left_out
+        collector = self.collector
+        return [*self.record.headers, *relaxed_header(collector.relaxed), *truncated_header(collector.left_out)]
 
     @property
     def cached_tokens(self) -> int:
         """Number of cached prompt tokens, as far as known."""
-        return sum(self._collector.cached.values()) if self._collector is not None else 0
-
-    @property
-    def accepted(self) -> dict[int, int]:
-        """Number of prompt tokens of each sequence that a worker has accepted, by rid."""
-        return {} if self._collector is None else self._collector.accepted
-
-    @property
-    def cached(self) -> dict[int, int]:
-        """Number of cached prompt tokens of each sequence, by rid, as far as known."""
-        return {} if self._collector is None else self._collector.cached
-
-    @property
-    def relaxed(self) -> tuple[str, ...]:
-        return () if self._collector is None else self._collector.relaxed
-
-    @property
-    def progress(self) -> Progress | None:
-        """Progress of the prefill of the sequence that reported last."""
-        return None if self._collector is None else self._collector.progress
+        return sum(self.collector.cached.values())
 
     @property
     def prefilled_tokens(self) -> int:
         """Number of processed prompt tokens of the sequence that reported last."""
-        return 0 if self.progress is None else self.progress.processed
+        return 0 if self.collector.progress is None else self.collector.progress.processed
 
     @property
     def prefill_left_s(self) -> float | None:
         """Estimated rest of the prefill, at the speed so far; None if unknown. Cached tokens took no time."""
-        progress = self.progress
+        progress = self.collector.progress
         if progress is None or progress.processed <= progress.cached or not progress.elapsed_ms:
             return None
         ms_per_token = progress.elapsed_ms / (progress.processed - progress.cached)
@@ -440,7 +391,7 @@ class Generation:
 
     @property
     def generated_tokens(self) -> int:
-        return self._accounting.tokens
+        return self.accounting.tokens
 
     @property
     def sequences(self) -> int:
@@ -449,27 +400,27 @@ class Generation:
     @property
     def state(self) -> str:
         """State of the request's most advanced sequence: `queued`, `loading`, `prefill` or `decode`."""
-        if self._opener.is_waiting:
-            return "loading" if self._opener.is_loading else "queued"
+        if self.opener.is_waiting:
+            return "loading" if self.opener.is_loading else "queued"
         if self.record.first_token_s is not None:
             return "decode"
-        return "queued" if self.progress is None else "prefill"
+        return "queued" if self.collector.progress is None else "prefill"
 
     def cancel(self) -> None:
         """Cancel the request by order of an operator. The client gets an error that says so."""
-        if self.is_done or self._accounting.cancelled is not None:
+        if self.is_done or self.accounting.cancelled is not None:
             return
-        self._accounting.cancelled = Cancelled()
-        self._stop("cancelled", self._accounting.cancelled)
+        self.accounting.cancelled = Cancelled()
+        self._stop("cancelled", self.accounting.cancelled)
 
     def _hold_scores(self, rid: int, prompt_tokens: int) -> None:
         """Reserve memory for the scores of a prompt, or stop the request with an error."""
         try:
             self._scores.hold(next(each for each in self._generates if each.rid == rid), prompt_tokens)
         except ApiError as error:
-            if self._accounting.cancelled is None:
-                self._accounting.cancelled = error
-                self._runtime.link.stop(self._opened().rids, "no room for the scores of its prompt")
+            if self.accounting.cancelled is None:
+                self.accounting.cancelled = error
+                self._runtime.link.stop(self.collector.rids, "no room for the scores of its prompt")
 
     def leave(self) -> None:
         """Stop the request here. The next daemon resumes it and charges all of it."""
@@ -477,35 +428,32 @@ class Generation:
         self._stop("left to the next daemon")
 
     def _stop(self, reason: str, error: Cancelled | None = None) -> None:
-        if not self._opener.interrupt(error) and self._collector is not None:
-            self._runtime.link.stop(self._collector.rids, reason)
+        if not self.opener.interrupt(error):
+            self._runtime.link.stop(self.collector.rids, reason)
 
     async def read(self, timeout_s: float | None = None, on_unread: Relay | None = None) -> list[Delta]:
-        """Return new output, or nothing on timeout. A delta that ends in ERROR or ABORT becomes `failure` instead.
+        """Return new output, or nothing on timeout. A delta that ends in ERROR or ABORT becomes the `failure` of
+        `accounting` instead. `open` or `open_now` comes first.
 
         While the task waits, new output calls `on_unread` instead of waking the task: see `Collector.read_deltas`.
         """
-        return self._accounting.book(await self._opened().read_deltas(timeout_s, on_unread))
+        return self.accounting.book(await self.collector.read_deltas(timeout_s, on_unread))
 
     def read_now(self) -> list[Delta]:
         """Return new output without waiting. Used by an `on_unread`."""
-        return self._accounting.book(self._opened().read_deltas_nowait())
-
-    def read_progress(self) -> Progress | None:
-        """Return the newest progress if it was not read yet and `wakes_on_progress`."""
-        return self._opened().read_progress()
+        return self.accounting.book(self.collector.read_deltas_nowait())
 
     async def compare(self) -> None:
         """Compare the prompt with an earlier one, if the client has asked for it and the worker knows it by now."""
-        if self.record.comparison is not None and self._collector is not None:
-            await self.record.comparison.run(self._collector.rids[0], self._collector.epoch)
+        if self.record.comparison is not None and self.is_open:
+            await self.record.comparison.run(self.collector.rids[0], self.collector.epoch)
 
     def shows_life(self) -> bool:
         """Whether the worker has been active since the last call of this method.
 
         A step for other requests counts too: this request may wait behind them, or the parser may hold back its output.
         """
-        newest, step = self._opened().last_activity, self._newest_step()
+        newest, step = self.collector.last_activity, self._newest_step()
         is_new = newest > self._seen_activity or step != self._seen_step
         self._seen_activity, self._seen_step = newest, step
         return is_new
@@ -513,7 +461,3 @@ class Generation:
     def _newest_step(self) -> int:
         stats = self._numbers.stats
         return 0 if stats is None else stats.step_seq
-
-    def _opened(self) -> Collector:
-        assert self._collector is not None, "open comes first"
-        return self._collector

@@ -7,7 +7,6 @@ Parts of a running gateway that a generation uses.
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,7 +24,7 @@ from gateway.request.admission import Admission
 from gateway.request.in_flight import RecentRequests, Requests
 from gateway.request.next_turns import NextTurns
 from gateway.request.record import RequestRecord
-from gateway.request.routing import LiveConfig, Router
+from gateway.request.routing import LiveConfig
 from gateway.telemetry.metrics import Metrics
 from gateway.workers.pool import Pool
 from gateway.workers.supervisor.state import ModelUnavailable, State, WorkerView
@@ -85,11 +84,6 @@ class Runtime:
         worker = self.pool.find(model.name)
         return WorkerView(name=model.name, path=model.path, state=State.STOPPED) if worker is None else worker.view()
 
-    @property
-    def router(self) -> Router:
-        """Router of the current configuration."""
-        return self.live.router
-
 
 QUEUE_RETRY_AFTER_S: Final = 5.0
 QUEUE_RETRY_AFTER_MAX_S: Final = 300.0
@@ -111,7 +105,6 @@ class Opener:
         model: ModelConfig,
         generates: list[Generate],
         record: RequestRecord,
-        bind: Callable[[Sequence[int]], None],
         *,
         kind: str,
     ) -> None:
@@ -119,7 +112,6 @@ class Opener:
         self._model = model
         self._generates = generates
         self._record = record
-        self._bind = bind
         self._numbers = runtime.metrics.model(model.name)
         self._kind = kind
         # The worker is looked up now, because a reload may remove the model from the pool. None if one just has.
@@ -222,7 +214,6 @@ class Opener:
             raise from_unsendable(error) from None
         self._record.rids = collector.rids
         self._record.phases.sent_at = self._elapsed()
-        self._bind(collector.rids)
         return collector
 
     def _check(self, worker: WorkerHandle) -> None:

@@ -130,7 +130,7 @@ async def client_setup(services: Services, request: Request) -> Response:
     url = query.get("url", "").rstrip("/")
     if not is_daemon_url(url):
         raise BadRequest("'url' is mlxd's address, such as http://localhost:8484.", "url", "invalid_value")
-    model = services.router.resolve(query.get("model", ""), OWNER)
+    model = services.live.router.resolve(query.get("model", ""), OWNER)
     ready = services.view(model).ready
     context = ready.max_context if ready is not None else model.context
     services.keyring.refresh()
@@ -173,7 +173,7 @@ class ModelOrders:
         verb, action, run = command
         ref = await read_order(request.scope, request.receive, _model_ref)
         order = note(request.scope, Command(action, ref.model))
-        order.target = model = self._services.router.resolve(ref.model, OWNER).name
+        order.target = model = self._services.live.router.resolve(ref.model, OWNER).name
         key = (verb, model)
         if key not in self._running:
             self._running.add(key)
@@ -360,7 +360,7 @@ class ModelFinder:
 
     def _available_bytes(self) -> int:
         """Return the memory that one model could have if all others were unloaded for it."""
-        memory = self._services.pool.memory()
+        memory = self._services.pool.broker.view()
         return min(memory.budget_bytes, ThisMachine().available() + memory.footprint_bytes)
 
     async def _query(self, order: HubOrder) -> HubModels:

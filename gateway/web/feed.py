@@ -79,7 +79,7 @@ class Sampler:
         """Add one sample for each model."""
         services, now = self._services, time.monotonic()
         span_s, self._newest, self._until = max(now - self._newest, 1e-3), now, time.time()
-        memory = services.pool.memory().models
+        memory = services.pool.broker.view().models
         views = services.pool.workers()
         for view in views:
             own = memory.get(view.name)

@@ -9,7 +9,6 @@ import random
 import signal
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,7 +28,6 @@ from gateway.workers.supervisor.spawn import Command, Spawner, default_command
 from gateway.workers.supervisor.state import (
     Effects,
     Events,
-    MemoryView,
     ModelUnavailable,
     State,
     WorkerLimits,
@@ -130,7 +128,7 @@ class Pool:
         self._reloaded: set[str] = set()
         self._runs: dict[str, asyncio.Task[None]] = {}
         self.times = KnownTimes(profiles_dir(config.home))
-        self._broker = Broker(
+        self.broker = Broker(
             config, self._workers, link, events, machine or ThisMachine(), self._limits, self.times, clock
         )
         # Called with the name of a worker and its new state.
@@ -155,7 +153,7 @@ class Pool:
             self._link,
             self._events,
             self._limits,
-            self._broker.admit,
+            self.broker.admit,
             self._on_state,
             processes.spawn,
             registry.next_epoch,
@@ -172,7 +170,7 @@ class Pool:
         await self._is_started.wait()
 
     def _on_state(self, name: str, state: State) -> None:
-        self._broker.on_state(name, state)
+        self.broker.on_state(name, state)
         if state is State.LOADING and (model := self._config.models.get(name)) is not None:
             for experiment in experiments_of(self._config.server, model):
                 log.info("model %s uses an experimental feature: %s", name, experiment)
@@ -189,7 +187,7 @@ class Pool:
             assert worker is not None
             assert survivor.spec is not None
             log.info("adopting worker %s#%d (pid %d)", worker.name, process.epoch, process.pid)
-            self._broker.adopt(worker.name, survivor.spec.memory_bytes)
+            self.broker.adopt(worker.name, survivor.spec.memory_bytes)
             worker.adopt(processes.adopt(survivor), process.epoch)
             return True
         if refused.is_loaded_again:
@@ -252,15 +250,7 @@ class Pool:
     async def fits(self, model: str) -> bool:
         """Whether the model is loaded, or could be without unloading another one."""
         worker = self._workers.get(model)
-        return worker is None or worker.is_resident or await self._broker.fits(model)
-
-    def lease(self, model: str) -> AbstractContextManager[None]:
-        """Keep the model busy, from before `ensure_ready` to the end of the request."""
-        return self._broker.lease(model)
-
-    def leases(self, model: str) -> int:
-        """Return how many requests lease the model."""
-        return self._broker.leases(model)
+        return worker is None or worker.is_resident or await self.broker.fits(model)
 
     def apply(self, config: Config) -> "AppliedConfig":
         """Apply `config`. Workers whose settings changed are restarted, which pauses their streams.
@@ -268,7 +258,7 @@ class Pool:
         Running requests of a removed model may finish until the drain's deadline.
         """
         old, self._config = self._config, config
-        self._broker.configure(config)
+        self.broker.configure(config)
         removed = [name for name in old.models if name not in config.models]
         added = [model for name, model in config.models.items() if name not in old.models]
         kept = [(old.models[name], model) for name, model in config.models.items() if name in old.models]
@@ -301,16 +291,10 @@ class Pool:
 
     async def pin(self, model: str) -> None:
         """Prevent the eviction of a model until the daemon ends or it is unpinned."""
-        self._broker.pin(model, True)
+        self.broker.pin(model, True)
 
     async def unpin(self, model: str) -> None:
-        self._broker.pin(model, False)
-
-    def is_pinned(self, model: str) -> bool:
-        return self._broker.is_pinned(model)
-
-    def memory(self) -> MemoryView:
-        return self._broker.view()
+        self.broker.pin(model, False)
 
     def workers(self) -> list[WorkerView]:
         """Return snapshots of the workers of configured models, in the order of the configuration."""
@@ -353,9 +337,9 @@ class Pool:
             tasks.create_task(self._link.run())
             self._orphans = tasks.create_task(stop_orphans(self._unwanted))
             tasks.create_task(self._grant_memory(self._orphans))
-            tasks.create_task(MemoryWatch(self._broker, self._events, self._limits).run())
+            tasks.create_task(MemoryWatch(self.broker, self._events, self._limits).run())
             # Pinned models are loaded first, and otherwise in the order of the configuration.
-            for worker in sorted(self._workers.values(), key=lambda worker: not self.is_pinned(worker.name)):
+            for worker in sorted(self._workers.values(), key=lambda worker: not self.broker.is_pinned(worker.name)):
                 if worker.is_preload or worker.name in self._reloaded:
                     tasks.create_task(_preload(worker))
             self._is_started.set()
@@ -416,7 +400,7 @@ class Pool:
     async def _grant_memory(self, orphans: asyncio.Task[None]) -> None:
         """Start to grant memory after the unwanted workers of an earlier gateway have exited."""
         await orphans
-        await self._broker.run()
+        await self.broker.run()
 
     def _kill(self) -> None:
         for worker in self._workers.values():

@@ -143,7 +143,7 @@ async def running(
     )
     http = _Server(
         uvicorn.Config(
-            app,
+            app.entry,
             http=factory,  # type: ignore[arg-type]  # it only calls it
             log_config=None,
             access_log=False,

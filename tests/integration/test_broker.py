@@ -81,7 +81,7 @@ async def test_the_least_recently_used_model_leaves_for_a_new_one(home: Path) ->
         assert r.events.evictions == [("b", "memory")]
         assert r.events.swaps == ["c"]
         assert r.events.returns == [1.0]
-        assert r.pool.memory().granted_bytes == 2 * SHARE * MIB
+        assert r.pool.broker.view().granted_bytes == 2 * SHARE * MIB
 
 
 async def test_a_model_that_can_never_fit_is_refused_at_once_with_the_numbers(home: Path) -> None:
@@ -119,7 +119,7 @@ async def test_no_more_models_are_loaded_than_the_operator_allows(home: Path) ->
 async def test_a_model_that_nobody_asks_for_is_unloaded_after_its_time(home: Path) -> None:
     async with running(shared(home, "a", 2, ttl_s=0.1)) as r:
         worker = await r.ready("a")
-        with r.pool.lease("a"):
+        with r.pool.broker.lease("a"):
             stream = r.generate(worker, max_tokens=150)
             await read_all(stream)
             assert worker.state is State.READY, "it was busy for many times as long"
@@ -167,11 +167,11 @@ async def test_a_loan_is_called_back_before_a_model_is_unloaded(home: Path) -> N
     # The demo model's floor is 0.9 GiB: three fit into 4 GiB, of which the first gets half of the rest as well.
     async with running(shared(home, "a b c", 64, memory_bytes="auto")) as r:
         first = await r.ready("a")
-        alone = r.pool.memory().models["a"]
+        alone = r.pool.broker.view().models["a"]
         assert alone.share_bytes > alone.floor_bytes
         for name in ("b", "c"):
             await r.complete(name)
-        memory = r.pool.memory()
+        memory = r.pool.broker.view()
         assert resident(r) == {"a", "b", "c"}
         assert r.events.evictions == []
         assert memory.granted_bytes <= memory.budget_bytes
@@ -186,7 +186,7 @@ async def test_a_worker_that_grows_is_asked_for_less_and_at_last_started_anew_wi
     async with running(shared(home, "a", 10)) as r:
         worker = await r.ready("a")
         may_end = home / "may_end"
-        with r.pool.lease("a"):
+        with r.pool.broker.lease("a"):
             stream = r.generate(worker, f"hold {may_end}", max_tokens=100)
             begun = await stream.read_deltas()
             r.generate(worker, "grow 140", max_tokens=3)
@@ -225,7 +225,7 @@ async def test_continuous_traffic_on_two_models_does_not_starve_a_third(home: Pa
 
         async def traffic(name: str) -> None:
             while True:
-                with r.pool.lease(name):
+                with r.pool.broker.lease(name):
                     assert finish_of(await r.complete(name, max_tokens=10)) is Finish.LENGTH
                 counts[name] += 1
 
@@ -246,7 +246,7 @@ async def test_continuous_traffic_on_two_models_does_not_starve_a_third(home: Pa
 async def test_a_crash_gives_its_memory_back(home: Path) -> None:
     async with running(shared(home, "a b", 1.5)) as r:
         worker = await r.ready("a")
-        await until(lambda: r.pool.memory().models["a"].footprint_bytes > 0)
+        await until(lambda: r.pool.broker.view().models["a"].footprint_bytes > 0)
         os.kill(worker.pid, signal.SIGKILL)
         await r.complete("b")
         assert resident(r) == {"b"}

@@ -69,7 +69,7 @@ async def leave(gateway: Gateway, request: bytes, condition: Callable[[], bool],
     await until(lambda: not requests.views())
     assert gateway.link.in_flight == 0
     assert gateway.app.services.admission.inside("m") == 0
-    assert gateway.pool.leases("m") == 0
+    assert gateway.pool.broker.leases("m") == 0
 
 
 async def test_a_client_that_leaves_after_its_answer_aborts_nothing(tmp_path: Path) -> None:

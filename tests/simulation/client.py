@@ -116,7 +116,7 @@ class Client:
         self._body = self.request_body()
         scope = scope_of("POST", PATH, "", secret, self._body, 40000 + plan.number)
         try:
-            await gateway.app(scope, self._receive, self._send)
+            await gateway.app.entry(scope, self._receive, self._send)
         except asyncio.CancelledError:
             self.outcome.is_cut = True
             raise

@@ -62,7 +62,7 @@ class HttpCall:
         self._gateway = gateway
         self._left = asyncio.get_running_loop().create_future()
         scope = scope_of(self.method, self.path, self.query, secret, self.request_body, port)
-        await gateway.app(scope, self._receive, self._send)
+        await gateway.app.entry(scope, self._receive, self._send)
 
     async def _receive(self) -> Message:
         if not self._has_asked:

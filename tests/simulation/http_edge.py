@@ -163,7 +163,7 @@ class HttpEdge:
         live, metrics = app.services.live, app.services.metrics
         self._loop = loop
         self._connections = public_connections(live, metrics, OPEN_FILES)
-        settings = server_settings(app, partial(GuardedProtocol, connections=self._connections))
+        settings = server_settings(app.entry, partial(GuardedProtocol, connections=self._connections))
         self._server = uvicorn.Server(settings)
         self._server.servers = []
         settings.load()

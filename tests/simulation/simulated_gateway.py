@@ -164,7 +164,7 @@ class SimulatedGateway:
         await self.app.stop(self.config.server.drain_s)
         self.is_listening.clear()
         await self._end()
-        allocations = self.pool._broker.allocations  # pyright: ignore[reportPrivateUsage]
+        allocations = self.pool.broker.allocations
         if allocations and not self.is_dead:
             raise Violated(f"granted to workers that were stopped: {allocations}")
 
@@ -189,7 +189,7 @@ class SimulatedGateway:
         """Check that promised shares of memory fit the budget, that each admitted sequence is a key's, and that neither
         the keys' limits of concurrency nor the deadlines are exceeded.
         """
-        broker, admission = self.pool._broker, self.app.services.admission  # pyright: ignore[reportPrivateUsage]
+        broker, admission = self.pool.broker, self.app.services.admission
         shares = {name: allocation.share for name, allocation in broker.allocations.items()}
         # A worker that takes more than its share keeps what it has, if it does not give it back in time.
         if sum(shares.values()) > budget and "lies" not in self.world.faults:
@@ -219,7 +219,7 @@ class SimulatedGateway:
         left: dict[str, float] = {
             "sequences": len(sequences),
             "admitted": sum(services.admission.inside(name) for name in models),
-            "leases": sum(self.pool.leases(name) for name in models),
+            "leases": sum(self.pool.broker.leases(name) for name in models),
             "requests": len(services.requests.views()),
             "unhandled errors": self.metrics.unhandled_errors,
             "tasks": len(services.tasks),

@@ -42,7 +42,7 @@ from worker.model.loader import LoadedModel
 from worker.model.lora.adapters import adapters_of
 from worker.model.packing import disable_packing, packing_of
 from worker.prompt.intake import Intake
-from worker.prompt.limits_and_truncation import SparseLimits
+from worker.prompt.limits_and_truncation import SparseLimits, is_restricted
 from worker.speculation.drafter import Drafter
 from worker.start.checked_model import load_checked
 
@@ -223,8 +223,8 @@ class EngineHarness:
         result = self.results[request.rid] = Result()
         try:
             row: Row = self.intake.row(request, time.monotonic())
-            if self.intake.is_restricted(request):
-                self.intake.restrict(row, request)
+            if is_restricted(request):
+                self.intake.rules.restrict(row, request)
         except RequestInvalid as error:
             self._receive(Rejected(request.rid, error.failure))
             return result

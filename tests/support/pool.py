@@ -94,7 +94,7 @@ class Running:
         return Generate(self.link.next_rid(), TextPrompt(text), sampling, max_tokens=max_tokens)
 
     async def complete(self, model: str = "m", text: str = "", max_tokens: int = 5) -> list[Delta]:
-        with self.pool.lease(model):
+        with self.pool.broker.lease(model):
             return await read_all(self.generate(await self.ready(model), text, max_tokens))
 
 

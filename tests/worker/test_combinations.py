@@ -16,6 +16,7 @@ from worker.engine.scheduling import kv_budget
 from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
 from worker.prefix_cache.cache_and_eviction import MIN_TOKENS
+from worker.prompt.limits_and_truncation import is_restricted
 from worker.speculation.drafter import Drafter
 from worker.speculation.policy import Speculator
 from worker.start.checked_model import load_checked
@@ -65,8 +66,8 @@ def run(engine: EngineHarness, rows: Sequence[Asked]) -> list[Result]:
     for each in rows:
         engine.results[each.request.rid] = Result(had=len(each.request.resume))
         row = engine.intake.row(each.request, 0.0)
-        if engine.intake.is_restricted(each.request):
-            engine.intake.restrict(row, each.request)
+        if is_restricted(each.request):
+            engine.intake.rules.restrict(row, each.request)
         if each.images is not None:
             row.media, row.positions = each.images.media, each.images.positions
         results.append(engine.submit_row(row))

@@ -41,7 +41,8 @@ from worker.embedding.load_model import EmbeddingInput, EmbeddingJob, EmbeddingM
 from worker.engine.gauges import Gauges
 from worker.errors import RequestInvalid
 from worker.model import memory
-from worker.prompt.limits_and_truncation import MAX_CHARS_PER_TOKEN, check_countable, check_ids
+from worker.prompt.encode import MAX_CHARS_PER_TOKEN
+from worker.prompt.limits_and_truncation import check_countable, check_ids
 from worker.turn_loop import TurnLoop
 
 log = logging.getLogger("mlxd.worker")

@@ -316,7 +316,7 @@ class Engine(RequestLoop[Row]):
             self.cache.publish_events()
             self._guarded(self._tend_memory)
             self._guarded(self._adapters.tend)
-            if self.pacer.rests:
+            if self.pacer.rests.is_on:
                 self._guarded(self._rest)
         self._end_all()
         self.pacer.close()
@@ -333,7 +333,7 @@ class Engine(RequestLoop[Row]):
         with foreign_code(refusal):
             self._batch.insert(silent_row(0, prompt, 2))
             while self._batch:
-                self._batch.step(self.pacer.most(1))
+                self._batch.step(self.pacer.policy.most(1))
             self._batch.settle()
             if self.cache.failure is not None:
                 raise self.cache.failure
@@ -406,7 +406,7 @@ class Engine(RequestLoop[Row]):
         if (refusal := self._adapters.refusal(request)) is not None:
             self._outbox.send(Rejected(request.rid, refusal))
         else:
-            request.stats.rested_s = self.pacer.rested_s
+            request.stats.rested_s = self.pacer.rests.total_s
             super()._enqueue(request)
 
     def _enter(self, request: Row) -> None:
@@ -472,7 +472,7 @@ class Engine(RequestLoop[Row]):
         self._gauges.step_seq += 1
         self._batch.wait()
         try:
-            self.sparse.step(self.pacer.selection_s(self._batch.prefilling, self._batch.decoding))
+            self.sparse.step(self.pacer.policy.selection_s(self._batch.prefilling, self._batch.decoding))
         except Exception as error:  # an error of a model's code fails only this row
             rid = self.sparse.drop()
             if is_gpu_fault(error):
@@ -587,7 +587,7 @@ class Engine(RequestLoop[Row]):
         if row.text.parser is not None:
             self._gauges.malformed_tool_calls += row.text.parser.malformed
         self._batch.account(row)
-        row.stats.rested_s = self.pacer.rested_s - row.stats.rested_s
+        row.stats.rested_s = self.pacer.rests.total_s - row.stats.rested_s
         self._outbox.add_output(row, output or TokenOutput([], None, finish), row.usage(time.monotonic()), failure)
         try:
             if self._encoder is not None:

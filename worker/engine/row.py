@@ -32,7 +32,7 @@ from worker.output.detokenize import Detokenizer, Vocabulary
 from worker.output.parsers.parser import Parser
 from worker.output.stops import StopScanner, marks_of
 from worker.prefix_cache.cache_and_eviction import CacheLookup, Ticket
-from worker.sampling.logprobs import Scores
+from worker.sampling.logprobs import Scores, scored_top
 from worker.sampling.penalties import NO_WORDS, BadWords
 from worker.sampling.sampler import Draws, Guard
 from worker.sparse_prefill import SelectedTokens, count_kept
@@ -173,6 +173,7 @@ class RowText:
             StopScanner(stops, marks, is_inclusive=request.includes_stop),
             includes_stop=request.includes_stop,
             marks={vocabulary.hidden_names[name]: mark for name, mark in marks.items()},
+            is_one_call=isinstance(request.prompt, ChatPrompt) and request.prompt.one_call,
         )
 
 
@@ -204,6 +205,19 @@ class PromptReport:
     scores_sent: int = 0
     # Number of entries of the echo that were sent; the first of them has the prompt's text.
     echo_sent: int = 0
+
+    @classmethod
+    def of(cls, request: Generate, ids: Sequence[int], text: str | None, vocabulary: Vocabulary) -> Self:
+        """Return the report of a request's prompt; `text` is None for a prompt of ids."""
+        echo = (text if text is not None else vocabulary.decode(ids)) if request.echo else ""
+        return cls(
+            echo,
+            request.prompt_ids,
+            scored_top(request, len(ids)),
+            request.prompt_logprobs,
+            request.prompt_scored,
+            request.echo_scored,
+        )
 
 
 @dataclass(slots=True, eq=False)

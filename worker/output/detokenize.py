@@ -7,7 +7,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import Any, Protocol
 
@@ -53,8 +53,9 @@ class Vocabulary:
         self._spaces_stripped = 0
         self._table = self._byte_table() or self._piece_table()
 
+    @cached_property
     def with_special(self) -> "Vocabulary":
-        """Return the same vocabulary with text for all special tokens."""
+        """The same vocabulary with text for all special tokens."""
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         return Vocabulary(self._tokenizer, frozenset(str(entry.content) for entry in added.values()))
 

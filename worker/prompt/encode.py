@@ -1,6 +1,6 @@
 """Encoder of text to token ids that does not block the step loop's thread through the GIL.
 
-Token ids of the texts in sampling parameters.
+Token ids of a request's other texts: those in sampling parameters, and its prediction.
 """
 
 import re
@@ -8,10 +8,14 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from protocol.to_worker import Sampling
+from protocol.to_worker import Generate, Sampling
 from worker.output.detokenize import Vocabulary
 from worker.sampling.penalties import NO_WORDS, BadWords
+from worker.speculation.draft_state import UNLIMITED_DRAFT_TOKENS, Drafting
+from worker.speculation.text_sources import BREAK
 
+# Maximum number of characters per token of the context; longer text hardly ever fits the context.
+MAX_CHARS_PER_TOKEN: Final = 8
 # Maximum number of characters encoded at once: encoding takes about 200 times the memory of the text.
 _SLICE_CHARS: Final = 64 * 1024
 # Matches a place where text may be cut: a space between two words of ASCII letters, which every pre-tokenizer
@@ -145,6 +149,16 @@ class WordIds:
         bias = [(token, value) for text, value in sampling.bias_texts for token in self._ids(text)]
         bad = dict.fromkeys(ids for word in sampling.bad_words for ids in self._forms(word))
         return BadWords(tuple(bad), breakers, tuple(bias))
+
+    def drafting(self, request: Generate, context: int, *, is_sparse: bool) -> Drafting:
+        """Return the drafting options of a request; a prediction is cut to the length of the context."""
+        most = UNLIMITED_DRAFT_TOKENS if request.most_drafted is None else request.most_drafted
+        text = request.prediction[: context * MAX_CHARS_PER_TOKEN] if most else ""
+        ids = self._encoder.encode(text, add_special_tokens=False)[:context] if text else []
+        # A tokenizer may have more tokens than the model: no draft may contain such tokens, nor continue after them.
+        known = tuple(token if token < self._vocab_size else BREAK for token in ids)
+        # The draft model would need the KV of tokens that sparse prefill skips.
+        return Drafting(most, known, request.cache_salt, by_model=not is_sparse)
 
     def _forms(self, word: str) -> Iterator[tuple[int, ...]]:
         """Yield a word's ids at the beginning of a text, and after a space."""

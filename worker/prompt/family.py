@@ -1,16 +1,16 @@
 """Markup of a model's family: the parser of its reasoning and tool calls, and the control tokens for that parser."""
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, Final
-
-from msgspec import structs
+from typing import Any
 
 from protocol.checkpoint import ChatTemplates
 from protocol.failures import Code
-from protocol.to_worker import ChatPrompt
+from protocol.to_worker import ChatPrompt, Generate, NextTurnPrompt
+from worker.engine.row import RowText, Thinking
 from worker.errors import LoadFailed
 from worker.model.loader import LoadedModel
+from worker.output.detokenize import Vocabulary
 from worker.output.parsers.channels import Channels
 from worker.output.parsers.families import (
     FAMILIES,
@@ -26,9 +26,6 @@ from worker.output.parsers.reader import NO_CONTROLS, Controls, is_markup
 from worker.prompt.rewrites import USUAL_TOOL_FAMILY
 from worker.structured.tool_grammar.build import has_calls, next_message
 
-# Reasoning effort with the least thinking, for families that cannot disable thinking completely.
-_LEAST_EFFORT: Final = {"harmony": "low", "solar_open": "low"}
-
 
 class ModelFamily:
     """Family of a model, detected from its template and vocabulary unless its configuration names one."""
@@ -43,32 +40,36 @@ class ModelFamily:
         self.closing_ids = _ids(loaded, _closing(self.family))
         # Tokens that end the reasoning if a call is required: a message to a tool must follow it.
         self.calling_ids = _ids(loaded, next_message(self.family)) or self.closing_ids
-        self.visible = self._visible(tokenizer, "".join(templates.texts), plain_chat)
+        visible = self._visible(tokenizer, "".join(templates.texts), plain_chat)
+        self.vocabulary = Vocabulary(tokenizer)
+        # Vocabulary of the answers of chats, in which markup that parsers receive has text.
+        self.chat_vocabulary = Vocabulary(tokenizer, visible)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         controls = {token: entry for token, entry in added.items() if is_markup(entry.content, entry.special)}
         self._controls = Controls({entry.content: entry.special for entry in controls.values()})
         # Ids and texts of the control tokens that parsers receive; all other special tokens have no text.
         self.controls: dict[int, str] = {
-            token: entry.content
-            for token, entry in controls.items()
-            if not entry.special or entry.content in self.visible
+            token: entry.content for token, entry in controls.items() if not entry.special or entry.content in visible
         }
 
-    def with_effort(self, prompt: ChatPrompt) -> ChatPrompt:
-        """Translate a prompt's thinking options to those that the family's templates support."""
-        least = _LEAST_EFFORT.get(self.family, "") if prompt.thinking is False and not prompt.effort else ""
-        return structs.replace(prompt, effort=least) if least else prompt
-
-    def thinking_budget(self, prompt: ChatPrompt, wanted: int | None) -> int | None:
-        """Return the thinking budget in tokens. If a request disables thinking but the template cannot, the budget is
-        0.
-
-        Prompts with tools are excepted in families that write messages: closing the message of reasoning would also
-        decide that no tool is called.
-        """
-        if prompt.thinking is not False or (prompt.tools and isinstance(FAMILIES[self.family].grammar, Channels)):
-            return wanted
-        return 0
+    def answer(
+        self, request: Generate, ids: Sequence[int], rendered: str, *, is_ruled: bool
+    ) -> tuple[RowText, Thinking]:
+        """Return the text and the reasoning of an answer that has not begun. The text hides special tokens unless the
+        request shows them. For `is_ruled` see `parser`."""
+        prompt = request.prompt
+        usual = self.chat_vocabulary if isinstance(prompt, ChatPrompt | NextTurnPrompt) else self.vocabulary
+        text = RowText.of(request, ids, self.vocabulary.with_special if request.shows_special else usual)
+        if not isinstance(prompt, ChatPrompt) or request.questions:
+            return text, Thinking()
+        seed = f"{request.rid}:{request.sampling.seed}"
+        text.parser, is_open = self.parser(prompt, rendered, is_ruled, id_seed=seed)
+        budget = request.thinking_budget
+        # If a request disables thinking but the template cannot, the budget is 0. Prompts with tools are excepted in
+        # families that write messages: closing the message of reasoning would also decide that no tool is called.
+        if prompt.thinking is False and not (prompt.tools and isinstance(FAMILIES[self.family].grammar, Channels)):
+            budget = 0
+        return text, Thinking(is_open, budget=budget, closing_ids=self.closing_ids)
 
     def parser(self, prompt: ChatPrompt, rendered: str, is_ruled: bool = False, *, id_seed: str) -> tuple[Parser, bool]:
         """Make the parser of one answer, and return whether the answer begins inside reasoning.

@@ -24,16 +24,16 @@ from protocol.failures import Code
 from protocol.to_worker import (
     ChatPrompt,
     Generate,
+    Prompt,
     Sampling,
     TextPrompt,
 )
 from worker.errors import RequestInvalid
+from worker.prompt.encode import MAX_CHARS_PER_TOKEN
 from worker.prompt.media_prompt import EncodedPrompt
 from worker.sampling.penalties import BadWords
 from worker.sparse_prefill import count_kept
 
-# Maximum number of characters per token of the context; longer text hardly ever fits the context.
-MAX_CHARS_PER_TOKEN: Final = 8
 # Maximum length of a text whose tokens are counted, as a multiple of the text that fits the context.
 MAX_COUNTED_CONTEXTS: Final = 4
 
@@ -64,6 +64,37 @@ def generates_text() -> RequestInvalid:
 
 def empty_prompt() -> RequestInvalid:
     return RequestInvalid(Code.INVALID_REQUEST, "the prompt is empty", param="prompt")
+
+
+def too_long(tokens: int, prompt: Prompt, context: int, hedge: str = "") -> RequestInvalid:
+    return RequestInvalid(
+        Code.CONTEXT_LENGTH_EXCEEDED,
+        f"This model's maximum context length is {context} tokens. However, your request has "
+        f"{hedge}{tokens} tokens of prompt. Please shorten it.",
+        param=param_of(prompt),
+        numbers=(tokens, context),
+    )
+
+
+def param_of(prompt: Prompt) -> str:
+    """Return the client's name of a prompt, for error messages."""
+    return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+
+
+def room_of(request: Generate, prompt_tokens: int, context: int) -> int:
+    """Return the maximum number of tokens to generate: the requested number, or the rest of the context. Raises
+    `RequestInvalid`."""
+    left = context - prompt_tokens
+    # A prompt to which nothing is generated may take all of the context.
+    if left < (request.max_tokens != 0 or bool(request.questions)):
+        raise too_long(prompt_tokens, request.prompt, context)
+    return left if request.max_tokens is None else min(left, request.max_tokens)
+
+
+def is_restricted(request: Generate) -> bool:
+    """Return whether a row of this request needs a rule before it may run."""
+    chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
+    return request.constraint is not None or (chat is not None and bool(chat.must_call or chat.strict_tools))
 
 
 def check_limits(
@@ -140,24 +171,54 @@ class SparseLimits:
         if wanted is None:
             return 0.0
         if not self.keep:
-            raise _refused("This model has no sparse prefill: its configuration names no 'sparse_prefill'.")
+            raise _refusal("This model has no sparse prefill: its configuration names no 'sparse_prefill'.", PARAM)
         if request.prompt_logprobs is not None or (request.echo and request.top_logprobs is not None):
-            raise _refused("A sparse prefill has no log-probabilities of the prompt.")
+            raise _refusal("A sparse prefill has no log-probabilities of the prompt.", PARAM)
         if has_media:
-            raise _refused("A sparse prefill takes text only, neither images, video nor audio.")
+            raise _refusal("A sparse prefill takes text only, neither images, video nor audio.", PARAM)
         return wanted or (self.keep if tokens >= self.least else 0.0)
 
 
 NO_SPARSE: Final = SparseLimits()
 
 
-def name_kept(tokens: int, keep: float) -> tuple[str, ...]:
-    """Return the label that reports a prompt's sparse prefill to the client."""
-    return (f"sparse-prefill-{count_kept(tokens, keep)}-of-{tokens}",) if keep else ()
+@dataclass(frozen=True, slots=True)
+class RowLimits:
+    """Limits of one row. `keep` is the share of its prompt that a sparse prefill keeps, and `relaxed` names the
+    deviations from the request."""
+
+    sampling: Sampling
+    max_tokens: int
+    keep: float
+    relaxed: tuple[str, ...]
 
 
-def _refused(message: str) -> RequestInvalid:
-    return RequestInvalid(Code.INVALID_REQUEST, message, param=PARAM)
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """Limits of a loaded model. `suppressed` tokens are never generated, and `infill_ids` end a fill-in-the-middle
+    answer."""
+
+    vocab_size: int
+    # Number of rows of the model's table of tokens, which may be larger than the vocabulary.
+    table_rows: int
+    eos_ids: tuple[int, ...]
+    suppressed: tuple[int, ...]
+    infill_ids: tuple[int, ...]
+    relaxed: tuple[str, ...]
+    sparse: SparseLimits
+
+    def of(self, request: Generate, prompt: EncodedPrompt, words: BadWords, context: int) -> RowLimits:
+        """Return the limits of a request's row. Raises `RequestInvalid`."""
+        tokens, sampling = len(prompt.ids), request.sampling
+        # The model itself sampled these ids.
+        check_ids(request.resume, "resume", self.table_rows)
+        keep = self.sparse.keep_of(request, tokens, has_media=bool(prompt.spans))
+        if is_infill(request) and not sampling.ignore_eos:
+            sampling = structs.replace(sampling, stop_ids=(*sampling.stop_ids, *self.infill_ids))
+        room = 1 if request.questions else room_of(request, tokens, context)
+        check_limits(sampling, words, self.eos_ids, self.suppressed, self.vocab_size)
+        kept = (f"sparse-prefill-{count_kept(tokens, keep)}-of-{tokens}",) if keep else ()
+        return RowLimits(sampling, room, keep, (*self.relaxed, *prompt.relaxed, *kept))
 
 
 # Maximum length of a prompt that may be truncated, as a multiple of the context.
@@ -171,8 +232,11 @@ def is_cut(request: Generate) -> bool:
 
     A fill-in-the-middle prompt is never truncated, because it would lose the tokens that mark its parts.
     """
-    is_infill = isinstance(request.prompt, TextPrompt) and request.prompt.infill is not None
-    return request.truncate != 0 and request.left_out != (0, 0) and not is_infill
+    return request.truncate != 0 and request.left_out != (0, 0) and not is_infill(request)
+
+
+def is_infill(request: Generate) -> bool:
+    return isinstance(request.prompt, TextPrompt) and request.prompt.infill is not None
 
 
 def fit_turns(

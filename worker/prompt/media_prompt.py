@@ -12,6 +12,7 @@ from msgspec import structs
 
 from protocol.failures import Code
 from protocol.to_worker import ChatPrompt, Media
+from worker.engine.row import RowQuestions
 from worker.errors import RequestInvalid
 from worker.model.loader import LoadedModel
 from worker.prompt.encode import PromptEncoder
@@ -41,18 +42,35 @@ class EncodedPrompt:
     relaxed: tuple[str, ...] = ()
     # Numbers of turns and of tokens that were truncated from the request's prompt.
     left_out: tuple[int, int] = (0, 0)
+    # Questions behind the prompt; None for a prompt that is continued.
+    questions: RowQuestions | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class NoMedia:
+    """Prompts of a model that takes no media, for a `reason` that is empty for a text model."""
+
+    renderer: Renderer
+    reason: str
+    modalities: tuple[str, ...] = ()
+
+    def encode(self, prompt: ChatPrompt, *_: object) -> EncodedPrompt:
+        """Refuse the prompt's media. Raises `RequestInvalid`."""
+        raise _unserved(prompt.media[0], (), self.reason)
 
 
 class MediaPrompts:
     """Encoder of chat prompts with media, for one model that takes media."""
 
     def __init__(
-        self, processor: Processor, renderer: Renderer, placeholders: Mapping[str, int], in_space: bool
+        self, processor: Processor, renderer: Renderer, placeholders: Mapping[str, int], most: int, in_space: bool
     ) -> None:
-        """`in_space` means that the model's positions have axes of time, height and width."""
+        """A prompt may have `most` media. `in_space` means that the model's positions have axes of time, height and
+        width."""
         self.processor = processor
         self.renderer = renderer
         self._placeholders = dict(placeholders)
+        self._most = most
         self._in_space = in_space
         shown = renderer.shown
         # A model without video support can be shown a clip's frames as images.
@@ -77,17 +95,25 @@ class MediaPrompts:
         except ValueError as error:
             message = "the model's tokenizer does not keep each image, video and audio clip in its place"
             raise RequestInvalid(Code.TEMPLATE_ERROR, message, param="messages") from error
-        places = self._positions(len(ids), placed, begins) if self._in_space and placed else None
+        places = None
+        if self._in_space and placed:
+            grids: list[Grid] = [grid for medium in placed for grid in medium.grids]
+            places = positions(len(ids), list(zip(begins, grids, strict=True)))
         return EncodedPrompt(ids, text, _spans(placed, begins), places, relaxed)
 
     def _prepare(self, prompt: ChatPrompt, salt: str) -> tuple[ChatPrompt, list[PreparedMedia], tuple[str, ...]]:
         """Prepare the media of a prompt; clips become images if the template does not render clips."""
+        if len(prompt.media) > self._most:
+            message = (
+                f"The request has {len(prompt.media)} images, videos and audio clips; at most {self._most} are taken."
+            )
+            raise RequestInvalid(Code.TOO_MANY_MEDIA, message, param=prompt.media[self._most].param or "messages")
         prepared: list[PreparedMedia] = []
         became: list[list[PreparedMedia]] = []
         relaxed: list[str] = []
         for media in (_salted(media, salt) for media in prompt.media):
             if media.kind not in self.modalities:
-                raise unserved(media, self.modalities)
+                raise _unserved(media, self.modalities)
             if media.kind in self.renderer.shown:
                 became.append([self.processor.read(media)])
             else:
@@ -109,18 +135,18 @@ class MediaPrompts:
         messages: Messages = [{**message, "content": shown(message.get("content"))} for message in prompt.messages]
         return structs.replace(prompt, messages=messages), prepared, tuple(relaxed)
 
-    @staticmethod
-    def _positions(length: int, placed: Sequence[PreparedMedia], begins: Sequence[int]) -> npt.NDArray[np.int32]:
-        grids: list[Grid] = [grid for medium in placed for grid in medium.grids]
-        return positions(length, list(zip(begins, grids, strict=True)))
-
 
 def open_media(
-    loaded: LoadedModel, encoder: PromptEncoder, limits: MediaLimits, memory_bytes: int, tool_family: str = ""
-) -> tuple[MediaPrompts | None, str]:
-    """Open the encoder of a model's prompts with media. Return None and the reason if the model takes none."""
+    loaded: LoadedModel,
+    encoder: PromptEncoder,
+    limits: MediaLimits,
+    memory_bytes: int,
+    family: str = "",
+    tool_family: str = "",
+) -> MediaPrompts | NoMedia:
+    """Open the encoder of a model's prompts with media. The families are those of `families_of`."""
     if loaded.vision is None:
-        return None, loaded.no_vision
+        return NoMedia(Renderer(loaded.tokenizer, None, family, tool_family), loaded.no_vision)
     needs = loaded.vision.needs
     try:
         if max(needs.placeholders.values()) >= loaded.vocab_size:
@@ -133,17 +159,17 @@ def open_media(
             limits,
             memory_bytes,
         )
-        renderer = Renderer(loaded.tokenizer, processor.markers, tool_family)
-        media = MediaPrompts(processor, renderer, needs.placeholders, needs.mrope is not None)
+        renderer = Renderer(loaded.tokenizer, processor.markers, family, tool_family)
+        media = MediaPrompts(processor, renderer, needs.placeholders, limits.count, needs.mrope is not None)
         if not media.modalities:
             raise UnsupportedVision("its chat template has no place for images")
     except UnsupportedVision as reason:
         log.warning("the model is served without media: %s", reason)
-        return None, str(reason)
-    return media, ""
+        return NoMedia(Renderer(loaded.tokenizer, None, family, tool_family), str(reason))
+    return media
 
 
-def unserved(media: Media, modalities: Sequence[str], reason: str = "") -> RequestInvalid:
+def _unserved(media: Media, modalities: Sequence[str], reason: str = "") -> RequestInvalid:
     """Build the refusal of a type of medium that the model does not take."""
     taken = f"it takes {', '.join(modalities)} and text" if modalities else reason or "it takes text alone"
     message = f"This model takes no {media.kind}: {taken}."

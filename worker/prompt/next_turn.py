@@ -17,7 +17,6 @@ from protocol.to_worker import ChatPrompt, NextTurnPrompt, Sampling
 from worker.engine.output import OutputWriter
 from worker.engine.row import Row, RowStats, RowText
 from worker.errors import RequestInvalid
-from worker.output.detokenize import Vocabulary
 from worker.output.parsers.events import Event
 from worker.output.parsers.families import FAMILIES
 from worker.output.parsers.parser import Parser
@@ -37,43 +36,34 @@ _END: Final = 0
 class NextTurnPrompts:
     """Encoder of the prompts of next turns, for one loaded model."""
 
-    def __init__(
-        self,
-        recent: RecentPrompts,
-        vocabulary: Vocabulary,
-        writer: OutputWriter,
-        family: ModelFamily,
-        render: Callable[[ChatPrompt], str],
-        encode: Callable[[ChatPrompt], Sequence[int]],
-    ) -> None:
-        """`render` returns the text of a chat, and `encode` its token ids."""
+    def __init__(self, recent: RecentPrompts, writer: OutputWriter, family: ModelFamily) -> None:
         self._recent = recent
-        self._vocabulary = vocabulary
         self._writer = writer
         self._family = family
-        self._render = render
-        self._encode = encode
 
-    def encode(self, prompt: NextTurnPrompt) -> list[int]:
-        """Return the token ids of the conversation, up to the unknown text of its next message. Raises
-        `RequestInvalid`."""
+    def encode(
+        self,
+        prompt: NextTurnPrompt,
+        render: Callable[[ChatPrompt], str],
+        encode: Callable[[ChatPrompt], Sequence[int]],
+    ) -> list[int]:
+        """Return the token ids of the conversation, up to the unknown text of its next message. `render` returns the
+        text of a chat, and `encode` its token ids. Raises `RequestInvalid`."""
         known = self._recent.until(prompt.rid)
         if not known or not _is_usable(known[-1]):
             raise RequestInvalid(Code.INVALID_REQUEST, f"the conversation of request {prompt.rid} is not known")
         answered = known[-1]
         chat = answered.prompt
         assert isinstance(chat, ChatPrompt)
-        parser, _ = self._family.parser(chat, self._render(chat), id_seed=f"{prompt.rid}:{prompt.seed}")
+        parser, _ = self._family.parser(chat, render(chat), id_seed=f"{prompt.rid}:{prompt.seed}")
         turn = _with_start(assistant_turn(self._events(answered, parser)), self._family.family)
-        first, second = (
-            np.array(self._encode(_continued(chat, turn, text)), dtype=np.int32) for text in _UNKNOWN_TEXTS
-        )
+        first, second = (np.array(encode(_continued(chat, turn, text)), dtype=np.int32) for text in _UNKNOWN_TEXTS)
         return first[: common_prefix(first, second)].tolist()
 
     def _events(self, answered: RecentPrompt, parser: Parser) -> list[Event]:
         """Return the events of an answer that ended by itself."""
         ids = answered.keys.tolist()
-        text = RowText(self._vocabulary.detokenizer(ids), StopScanner(()), parser=parser)
+        text = RowText(self._family.chat_vocabulary.detokenizer(ids), StopScanner(()), parser=parser)
         row = Row(answered.rid, ids, Sampling(), len(answered.output) + 1, text, RowStats(0.0))
         events: list[Event] = []
         for token in answered.output:

@@ -16,9 +16,9 @@ from protocol.group import RowQuestion
 from protocol.to_worker import ChatPrompt, LabelledQuestion
 from worker.engine.row import RowQuestions, slice_ends
 from worker.errors import RequestInvalid
-from worker.prompt.encode import PromptEncoder
+from worker.prompt.encode import MAX_CHARS_PER_TOKEN, PromptEncoder
 from worker.prompt.family import answer_opening
-from worker.prompt.limits_and_truncation import MAX_CHARS_PER_TOKEN, check_ids
+from worker.prompt.limits_and_truncation import check_ids
 from worker.vision.media import Span
 
 # Text in place of the question. Templates neither strip nor change characters of a private-use area.

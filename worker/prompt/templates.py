@@ -123,6 +123,8 @@ def _kind(fields: Schema) -> str:
     return first or ("object" if "properties" in fields else "array" if "items" in fields else "string")
 
 
+# Reasoning effort with the least thinking, for families that cannot disable thinking completely.
+_LEAST_EFFORT: Final = {"harmony": "low", "solar_open": "low"}
 _NEAREST: Final = {"low": ("medium", "high", ""), "medium": ("high", "low", ""), "high": ("medium", "low", "")}
 
 
@@ -133,12 +135,16 @@ class Renderer:
     (worker/prompt/rewrites.py).
     """
 
-    def __init__(self, tokenizer: Any, markers: MediaMarkers | None = None, tool_family: str = "") -> None:
+    def __init__(
+        self, tokenizer: Any, markers: MediaMarkers | None = None, family: str = "", tool_family: str = ""
+    ) -> None:
         """`markers` are the media markers of a model that takes media; without `markers`, no media are expected.
 
-        `tool_family` is the family whose parser reads the model's calls; by default the one that the template shows.
+        `family` is the model's, if it is known. `tool_family` is the family whose parser reads the model's calls; by
+        default the one that the template shows.
         """
         self._markers = markers
+        self._least_effort = _LEAST_EFFORT.get(family, "")
         self._template = ChatTemplate(tokenizer)
         self._is_code = self._template.is_code
         is_readable = not self._is_code or tokenizer.chat_template is None
@@ -187,6 +193,8 @@ class Renderer:
             raise RequestInvalid(
                 Code.UNSUPPORTED, "this model has no chat template; use /v1/completions", param="messages"
             )
+        if prompt.thinking is False and not prompt.effort:
+            prompt = structs.replace(prompt, effort=self._least_effort)
         if self._markers is not None:
             prompt = structs.replace(
                 prompt,

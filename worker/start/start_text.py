@@ -30,7 +30,8 @@ from worker.model.loader import LoadedModel
 from worker.model.lora.adapters import adapters_of, read_all
 from worker.prefix_cache.kv_events import BlockEventLog, CannotPublish, KvPublisher
 from worker.prompt.intake import Intake
-from worker.prompt.limits_and_truncation import SparseLimits
+from worker.prompt.limits_and_truncation import SparseLimits, is_restricted
+from worker.prompt.media_prompt import MediaPrompts, NoMedia
 from worker.prompt.miss_explainer import MissExplainer
 from worker.prompt.tokenize_calls import ExplainMiss
 from worker.start.checked_model import load_checked
@@ -54,7 +55,7 @@ def start_text_intake(
 
     def restrict(row: Row, request: Generate) -> None:
         with refusing(row.rid):
-            intake.restrict(row, request)
+            intake.rules.restrict(row, request)
             inbox.put(row)
 
     def ask(request: Generate, arrived: float) -> None:
@@ -66,7 +67,7 @@ def start_text_intake(
             compilers.submit(ask, request, arrived)
             return
         row = intake.row(request, arrived)
-        if intake.is_restricted(request):
+        if is_restricted(request):
             compilers.submit(restrict, row, request)
         else:
             inbox.put(row)
@@ -157,11 +158,11 @@ def _ready(
         weights_bytes=loaded.weights_bytes,
         load_s=load_s,
         model_type=loaded.model_type,
-        has_chat_template=intake.has_chat_template,
+        has_chat_template=intake.media.renderer.has_template,
         batch_mode=loaded.plan.mode,
         batch_mode_reason=loaded.plan.reason,
-        modalities=intake.modalities,
-        media=_media_info(loaded, intake),
+        modalities=intake.media.modalities,
+        media=_media_info(loaded, intake.media),
         speculation=engine.speculation,
         kind=TEXT,
         adapters=adapters.infos if adapters is not None else (),
@@ -171,13 +172,12 @@ def _ready(
     )
 
 
-def _media_info(loaded: LoadedModel, intake: Intake) -> MediaInfo | None:
+def _media_info(loaded: LoadedModel, media: MediaPrompts | NoMedia) -> MediaInfo | None:
     """Return the media that a model with towers takes, or the reason why it takes none; None for a text model."""
     tower_bytes = loaded.vision.tower.nbytes if loaded.vision is not None else 0
-    processor = intake.media_processor
-    if processor is None:
-        return MediaInfo(tower_bytes, reason=intake.no_media) if intake.no_media else None
-    return MediaInfo(tower_bytes, processor.image_tokens, processor.max_pixels)
+    if isinstance(media, NoMedia):
+        return MediaInfo(tower_bytes, reason=media.reason) if media.reason else None
+    return MediaInfo(tower_bytes, media.processor.image_tokens, media.processor.max_pixels)
 
 
 def _journal(spec: WorkerSpec) -> BlockEventLog | None:

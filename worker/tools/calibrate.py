@@ -205,7 +205,7 @@ class Bench:
     def _tick(self, chunk: int, context: int, *, is_fused: bool = True) -> int:
         """Run one tick and record its times; return the number of prompt tokens processed."""
         self._engine.pacer.chunk(self._batch.prefilling, self._batch.decoding, chunk, context)
-        chunk = min(chunk, self._engine.pacer.most(self._batch.prefilling, self._batch.decoding))
+        chunk = min(chunk, self._engine.pacer.policy.most(self._batch.prefilling, self._batch.decoding))
         tick = self._batch.step(chunk, is_fused=is_fused)
         for timed in tick.timed:
             self._engine.pacer.observe(timed)

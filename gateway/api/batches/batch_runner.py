@@ -324,7 +324,7 @@ class BatchRunner:
     def _yield_memory(self) -> None:
         """Abort all lines while another model waits for memory: an idle model can be unloaded for it at once."""
         models = {model for batch in self._running.values() for model in batch.models}
-        if any(name not in models for name in self._services.pool.memory().waiting):
+        if any(name not in models for name in self._services.pool.broker.view().waiting):
             for batch in self._running.values():
                 batch.abort()
 
@@ -362,7 +362,7 @@ class BatchRunner:
         if caller is None:
             return ""
         try:
-            return self._services.router.resolve(name, caller).name
+            return self._services.live.router.resolve(name, caller).name
         except (ModelNotFound, BadRequest):
             return ""
 

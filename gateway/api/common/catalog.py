@@ -122,7 +122,7 @@ class Catalog:
                 for model, view in self._upstream_models()
                 if model.name not in known and caller.may_use(model)
             ]
-        router = services.router
+        router = services.live.router
 
         def entries() -> list[CatalogEntry]:
             return [self._entry(router, target, view) for target, view in targets]
@@ -134,7 +134,7 @@ class Catalog:
 
         Raises `ModelNotFound`; raises `BadRequest` if the name is missing and there is no default model.
         """
-        router = self.services.router
+        router = self.services.live.router
         target = router.locate(name, caller)
         return await asyncio.to_thread(self._entry, router, target, self.services.view(target.model))
 

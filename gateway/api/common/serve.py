@@ -153,7 +153,7 @@ def begin_reading(
     services: Services, record: RequestRecord, name: str, unknown: list[str], sequences: int = 1
 ) -> ModelConfig:
     """Resolve the model of a request without a seed, and store it in the record. Raises the same errors as `begin`."""
-    model = services.router.resolve(name, record.caller)
+    model = services.live.router.resolve(name, record.caller)
     record.model = model.name
     record.headers = ignored_header(unknown)
     if unknown:
@@ -198,7 +198,6 @@ class PreparedRequest:
             return await respond_stream(
                 generation,
                 encoder,
-                self.record,
                 receive,
                 send,
                 pace,
@@ -210,7 +209,7 @@ class PreparedRequest:
     async def whole(self, fold: Fold, receive: Receive, send: Send, split_answer: SplitAnswer | None = None) -> None:
         """Generate, and answer with one whole body, of which `split_answer` returns the parts. Raises `ApiError`."""
         with self.generation(fold.bind) as generation:
-            await respond_whole(generation, fold, self.record, receive, send, split_answer)
+            await respond_whole(generation, fold, receive, send, split_answer)
 
     def generation(self, bind: Callable[[Sequence[int]], None]) -> Generation:
         """Return the generation of the request. Entering it takes the leases."""
@@ -288,7 +287,7 @@ async def call_worker(
     with ExitStack() as held:
         held.enter_context(services.admission.tokenize_call(model, caller.key, share))
         charge = None if caller.meter is None else held.enter_context(caller.meter.tokenize_call(estimate))
-        held.enter_context(services.pool.lease(model.name))
+        held.enter_context(services.pool.broker.lease(model.name))
         answer = await _answer(services, record, model, make_call)
         if charge is not None:
             charge.prompt = answer.count

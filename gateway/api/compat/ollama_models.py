@@ -110,7 +110,7 @@ async def list_tags(catalog: Catalog, scope: Scope, receive: Receive, send: Send
 async def list_running(catalog: Catalog, scope: Scope, receive: Receive, send: Send) -> None:
     """Handle `GET /api/ps`."""
     entries = await catalog.list(record_of(scope).caller)
-    idle_s = {name: each.idle_s for name, each in catalog.services.pool.memory().models.items()}
+    idle_s = {name: each.idle_s for name, each in catalog.services.pool.broker.view().models.items()}
     running = [_running(entry, idle_s) for entry in entries if not entry.parent]
     models = [each for each in running if each is not None]
     await send_body(send, 200, msgspec.json.encode(RunningModels(models)))

@@ -216,7 +216,7 @@ def _model(services: Services, name: str, scope: Scope) -> str:
     if not name.startswith(MODEL_PREFIX):
         return name
     try:
-        services.router.locate(name, record_of(scope).caller)
+        services.live.router.locate(name, record_of(scope).caller)
     except ModelNotFound:
         return DEFAULT
     return name

@@ -80,7 +80,7 @@ async def _load(services: Services, record: RequestRecord, model: ModelConfig) -
     share = caller.queue_share
     with ExitStack() as held:
         held.enter_context(services.admission.lease(model, 1, caller.key, share))
-        held.enter_context(services.pool.lease(model.name))
+        held.enter_context(services.pool.broker.lease(model.name))
         try:
             async with asyncio.timeout(queue_s or None):
                 await services.pool.ensure_ready(model.name)
@@ -136,7 +136,7 @@ class PullEndpoint:
         files are on this machine.
         """
         try:
-            path = self._services.router.locate(name, record.caller).model.path
+            path = self._services.live.router.locate(name, record.caller).model.path
         except ModelNotFound:
             return name
         try:

@@ -344,7 +344,7 @@ class Background:
         record = generation.record
         if not record.is_of_batch_class:
             return
-        while not generation.is_late and not await gate.admits(record.model or ""):
+        while not generation.opener.is_late and not await gate.admits(record.model or ""):
             self.check()
             await asyncio.sleep(POLL_S)
         self.check()
@@ -368,8 +368,8 @@ class Background:
 
         while not generation.is_done:
             self._write(generation, await generation.read(CHECKPOINT_S, write_unread))
-            if generation.failure is not None:
-                raise generation.failure
+            if generation.accounting.failure is not None:
+                raise generation.accounting.failure
             if loop.time() >= due and not generation.is_done:
                 self.run.keep(self.run.snapshot())
                 due = loop.time() + interval_s
@@ -378,7 +378,7 @@ class Background:
 
     def _write(self, generation: Generation, deltas: list[Delta]) -> None:
         if deltas:
-            self.journal.append(DeltaRecord(deltas, generation.left_out), self.encoder.encode(deltas))
+            self.journal.append(DeltaRecord(deltas, generation.collector.left_out), self.encoder.encode(deltas))
 
     def check(self) -> None:
         """Raises `ApiError` if the response was cancelled or left before its generation began."""

@@ -173,7 +173,7 @@ class Resumption:
         caller = services.keyring.named(request.key, request.tenant)
         if caller is None:
             raise Unauthorized("The API key that asked for this response is no longer in force.", None)
-        model = services.router.resolve(request.model, caller)
+        model = services.live.router.resolve(request.model, caller)
         if model.root != request.path:
             raise Unavailable(f"The model {model.name!r} has other weights than when this response was begun.")
         lease, media_lease = services.bodies.lease(), services.media.lease()

@@ -83,7 +83,7 @@ async def examine(services: Services, model: str | None = None, deadline_s: floa
     """Probe all loaded models, or only `model`, concurrently. Raises `ModelNotFound`."""
     names = [view.name for view in services.pool.workers() if view.state is State.READY]
     if model is not None:
-        names = [services.router.resolve(model, OWNER).name]
+        names = [services.live.router.resolve(model, OWNER).name]
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(_probe(services, services.pool.worker(name), deadline_s)) for name in names]
     probes = [task.result() for task in running]
@@ -211,7 +211,7 @@ def _model_readiness(name: str, scope: Scope, services: Services, reasons: list[
     Raises `ModelNotFound`, also for a model that the caller may not use.
     """
     caller = record_of(scope).caller
-    worker = services.pool.worker(services.router.locate(name, caller).model.name)
+    worker = services.pool.worker(services.live.router.locate(name, caller).model.name)
     if not worker.is_ready:
         # A READY worker that is not ready to serve is waiting, because its memory is needed elsewhere.
         is_held = worker.state is State.READY

@@ -170,7 +170,7 @@ class UpstreamFallback:
         record = record_of(scope)
         body = await read_body(scope, receive, services.config.server.max_body_bytes)
         fields = await services.bodies.work(len(body), read_routed_fields, body)
-        name, router = fields.model, services.router
+        name, router = fields.model, services.live.router
         if owners := router.upstreams_of(name, record.caller):
             await self._forward(_ForwardedRequest(name, body, bool(fields.stream), owners, None), scope, receive, send)
             return

@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -204,7 +205,7 @@ class Broker:
         self._limits = limits
         self._times = times
         self.allocations: dict[str, Allocation] = {}
-        self._leases: dict[str, int] = {}
+        self._leases = Counter[str]()
         self._pending: dict[str, PendingGrant] = {}
         self._returns: list[MemoryReturn] = []
         self._numbers = itertools.count()
@@ -295,8 +296,8 @@ class Broker:
 
     @contextmanager
     def lease(self, name: str) -> Generator[None, None, None]:
-        """Keep a model busy for one request."""
-        self._leases[name] = self.leases(name) + 1
+        """Keep a model busy for one request, from before `Pool.ensure_ready` to its end."""
+        self._leases[name] += 1
         self._note_use(name)
         try:
             yield
@@ -308,7 +309,7 @@ class Broker:
 
     def leases(self, name: str) -> int:
         """Return how many requests lease a model."""
-        return self._leases.get(name, 0)
+        return self._leases[name]
 
     def _note_use(self, name: str) -> None:
         if (allocation := self.allocations.get(name)) is not None:

@@ -130,7 +130,7 @@ class WorkerHandle:
         if (overload := self.incarnation.overload) is not None:
             self._events.memory_refused(self.name)
             return overload
-        return self.parked.refusal(request)
+        return self.parked.quarantine.refusal(request, self._effects.now())
 
     # -- commands ------------------------------------------------------------------------------------------------------
 

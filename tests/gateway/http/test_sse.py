@@ -157,7 +157,7 @@ async def respond(
     )
     services = gateway.app.services
     with Generation(services, services.config.models["m"], [generate], record, encoder.bind) as generation:
-        await respond_stream(generation, encoder, record, client.receive, client.send, pace)
+        await respond_stream(generation, encoder, client.receive, client.send, pace)
     return record
 
 

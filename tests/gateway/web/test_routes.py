@@ -77,10 +77,10 @@ async def test_orders_for_models_are_accepted_at_once_and_carried_out(
     await post(gateway, session, "models/restart", 202, model="a")
     await until(lambda: state() == "ready" and gateway.pool.worker("a").epoch > epoch)
     await post(gateway, session, "models/pin", 202, model="a")
-    await until(lambda: gateway.pool.is_pinned("a"))
+    await until(lambda: gateway.pool.broker.is_pinned("a"))
     await post(gateway, session, "models/unpin", 202, model="a")
     await post(gateway, session, "models/unload", 202, model="a")
-    await until(lambda: state() == "stopped" and not gateway.pool.is_pinned("a"))
+    await until(lambda: state() == "stopped" and not gateway.pool.broker.is_pinned("a"))
 
     await until(lambda: '"model.unload"' in audit_path(home).read_text())
     line = next(line for line in audit_path(home).read_text().splitlines() if '"model.load"' in line)

@@ -36,6 +36,7 @@ from tests.worker.structured.test_drafted_rows import Free
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import Command, EngineInbox
 from worker.engine.row import Row
+from worker.prompt.limits_and_truncation import is_restricted
 from worker.speculation.drafter import Drafter
 from worker.speculation.policy import Speculator
 from worker.tools.verify.verifier import NoisyDrafts
@@ -138,8 +139,8 @@ def alone(architecture: str, block: int, kind: int) -> Answer:
 
 def _row(worker: Worker, request: Generate, clock: Clock) -> Row:
     row = worker.intake.row(request, clock.now)
-    if worker.intake.is_restricted(request):
-        worker.intake.restrict(row, request)
+    if is_restricted(request):
+        worker.intake.rules.restrict(row, request)
     return row
 
 

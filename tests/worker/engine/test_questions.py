@@ -79,12 +79,12 @@ def test_probabilities_are_products_over_the_tokens_of_each_label(model_folder: 
     with EngineHarness(spec(model_folder("qwen3"))) as engine:
         short = "The invoice was paid twice."
         found = answers(engine.run([asked(QUESTIONS, short)])[0], QUESTIONS)
-        intake = engine.intake
+        prompts = engine.intake._prompts  # pyright: ignore[reportPrivateUsage]
         lengths: set[int] = set()
         for question, logprobs in zip(QUESTIONS, found, strict=True):
-            text = intake._render(with_slot(asked(QUESTIONS, short).prompt))  # pyright: ignore[reportPrivateUsage, reportArgumentType]
-            head, rest = intake._questions.cut(text)  # pyright: ignore[reportPrivateUsage]
-            encode = lambda part: intake._encoder.encode(part, add_special_tokens=False)  # noqa: E731  # pyright: ignore
+            text = prompts.media.renderer.render(with_slot(asked(QUESTIONS, short).prompt))  # pyright: ignore[reportArgumentType]
+            head, rest = prompts.questions.cut(text)
+            encode = lambda part: prompts.encoder.encode(part, add_special_tokens=False)  # noqa: E731  # pyright: ignore
             prompt = [*encode(head), *encode(question.text + rest)]
             for label, logprob in zip(question.labels, logprobs, strict=True):
                 ids = encode(label)

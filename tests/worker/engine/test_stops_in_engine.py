@@ -168,7 +168,7 @@ def marked_request(engine: EngineHarness, seed: int, stop: tuple[str, ...] = (),
 
 def named(engine: EngineHarness, ids: list[int]) -> str:
     """The text of these ids, with the names of special tokens."""
-    detokenizer = engine.intake.vocabulary.with_special().detokenizer()
+    detokenizer = engine.intake.vocabulary.with_special.detokenizer()
     return "".join(detokenizer.add(token) for token in ids) + detokenizer.finish()
 
 

@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -56,7 +57,7 @@ def test_no_draft_holds_a_token_that_the_tokenizer_knows_and_the_model_does_not(
     text = "kato mira"
     whole = row(intake, TokensPrompt((1,)), prediction=text).drafting.prediction
     known = sorted(set(whole))[-1]  # the highest id of the text is the first that the model does not know
-    monkeypatch.setattr(intake, "_vocab_size", known)
+    monkeypatch.setattr(intake._words, "_vocab_size", known)
     cut = row(intake, TokensPrompt((1,)), prediction=text).drafting.prediction
     assert len(cut) == len(whole)
     assert -1 in cut
@@ -88,6 +89,26 @@ def test_a_top_k_beyond_the_vocabulary_is_allowed(intake: Intake) -> None:
 
 def test_top_logprobs_beyond_the_vocabulary_are_refused(intake: Intake) -> None:
     assert refused(intake, TokensPrompt((1,)), top_logprobs=VOCAB + 1).param == "top_logprobs"
+
+
+def test_of_several_faults_that_of_the_earliest_step_is_reported(intake: Intake) -> None:
+    """Parameters, adapter, prompt, ids to resume from, sparse prefill, room, and tokens that may come."""
+    ends = Sampling(min_tokens=1, allowed_ids=intake._limits.eos_ids)
+    request = Generate(99, TokensPrompt((1,)), ends)
+    for fault, param, code in (
+        ({}, "min_tokens", Code.INVALID_REQUEST),
+        ({"prompt": TokensPrompt((1,) * CONTEXT)}, "prompt", Code.CONTEXT_LENGTH_EXCEEDED),
+        ({"sparse_keep": 0.5}, "sparse_prefill", Code.INVALID_REQUEST),
+        ({"resume": (-1,)}, "resume", Code.INVALID_REQUEST),
+        ({"prompt": TokensPrompt((-1,) * CONTEXT)}, "prompt", Code.INVALID_REQUEST),
+        ({"adapter": "none"}, "model", Code.UNSUPPORTED),
+        ({"sampling": structs.replace(ends, top_k=-1)}, "top_k", Code.INVALID_REQUEST),
+    ):
+        request = structs.replace(request, **fault)
+        with pytest.raises(RequestInvalid) as caught:
+            intake.row(request, 0.0)
+        assert (caught.value.failure.param, caught.value.failure.code) == (param, code)
+    assert not intake.recent.until(99), "a refused request leaves nothing"
 
 
 def test_every_limit_itself_is_allowed(intake: Intake) -> None:
@@ -267,7 +288,7 @@ def test_a_model_without_a_template_says_so_and_completes_text(tmp_path: Path) -
     folder = build("qwen3", tmp_path / "bare")
     (folder / "chat_template.jinja").unlink()
     made = Intake(load(spec(folder), lambda *_: None))
-    assert not made.has_chat_template
+    assert not made.media.renderer.has_template
     assert refused(made, chat(USER)).code is Code.UNSUPPORTED
     assert row(made, TextPrompt("kato")).prompt
 

@@ -16,6 +16,7 @@ from worker.engine.row import Row
 from worker.errors import RequestInvalid
 from worker.model.loader import load
 from worker.prompt.intake import Intake
+from worker.prompt.media_prompt import MediaPrompts
 from worker.vision.images import MediaLimits
 
 LIMITS = MediaLimits(bytes=1 << 20, count=2, pixels=1_000_000)
@@ -49,7 +50,7 @@ def refused(intake: Intake, prompt: ChatPrompt) -> Failure:
 def test_a_row_knows_its_media_their_places_and_their_tokens(intake: Intake) -> None:
     made = row(intake, chat(image(), image(64, 96)))
 
-    assert intake.modalities == ("image", "video")
+    assert intake.media.modalities == ("image", "video")
     assert [span.medium.tokens for span in made.media] == [24, 24]
     assert made.positions is not None
     assert made.positions.shape == (3, len(made.prompt))
@@ -107,12 +108,12 @@ def test_a_model_without_towers_refuses_media_and_says_why(model_folder: Callabl
     text = Intake(load(spec(model_folder("qwen3")), lambda *_: None))
     failure = refused(text, chat(image()))
 
-    assert text.modalities == ()
+    assert text.media.modalities == ()
     assert (failure.code, failure.param) == (Code.UNSUPPORTED_MODALITY, "messages[0].content[1]")
     assert "text alone" in failure.message
 
 
 def test_what_an_image_costs_is_known_before_one_comes(intake: Intake) -> None:
-    assert intake.media_processor is not None
+    assert isinstance(intake.media, MediaPrompts)
     # 1,024 × 1,024 pixels are reduced to 128 × 128: 16 × 16 patches, 4 of which make a token.
-    assert (intake.media_processor.max_pixels, intake.media_processor.image_tokens) == (128 * 128, 64)
+    assert (intake.media.processor.max_pixels, intake.media.processor.image_tokens) == (128 * 128, 64)

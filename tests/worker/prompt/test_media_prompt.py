@@ -41,7 +41,7 @@ class Model:
         placeholders = {kind: PLACEHOLDERS[kind] for kind in kinds}
         self.processor = open_processor(FOLDER, config, lambda text: self.text_ids(text), placeholders, LIMITS)
         renderer = Renderer(tokenizer, self.processor.markers)
-        self.prompts = MediaPrompts(self.processor, renderer, placeholders, in_space=True)
+        self.prompts = MediaPrompts(self.processor, renderer, placeholders, LIMITS.count, in_space=True)
 
     def text_ids(self, text: str) -> list[int]:
         return self.encoder.encode(text, add_special_tokens=False)

@@ -24,7 +24,7 @@ def intake() -> Intake:
 def answered(intake: Intake, prompt: ChatPrompt, output: str, rid: int = 7) -> list[int]:
     """Let a request have this output, and return the prompt of its next turn."""
     row = intake.row(Generate(rid, prompt, Sampling(seed=5), max_tokens=64), 0.0)
-    row.output += intake._encoder.encode(output, add_special_tokens=False)
+    row.output += intake._prompts.encoder.encode(output, add_special_tokens=False)
     return intake.row(Generate(rid + 1, NextTurnPrompt(rid, 5), Sampling(), max_tokens=0), 0.0).prompt
 
 

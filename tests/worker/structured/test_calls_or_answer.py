@@ -105,7 +105,7 @@ def test_whatever_a_random_model_says_is_a_call_or_an_answer(family: str, tmp_pa
     with EngineHarness(spec(folder, parser=family)) as engine:
         rows = [engine.intake.row(ask(rid, "kato"), 0.0) for rid in range(2)]
         for row in rows:
-            engine.intake.restrict(row, ask(row.rid, "kato"))
+            engine.intake.rules.restrict(row, ask(row.rid, "kato"))
         rules = [row.rule for row in rows]
         results = engine.run([ask(10 + seed, "kato", temperature=1.0) for seed in range(3)])
     assert rules[0] is not None

@@ -163,7 +163,7 @@ def test_a_slow_grammar_does_not_hold_up_the_other_rows(model_folder: Callable[[
     with EngineHarness(spec(model_folder("qwen3"))) as engine:
         alone = tokens(engine.run([generate(1, None)])[0])
         row = engine.intake.row(generate(2, None), 0.0)
-        engine.intake.constrain(row, Constraint(KIND.CHOICE, '["a"]'))
+        engine.intake.rules.constrain(row, Constraint(KIND.CHOICE, '["a"]'))
         assert row.rule is not None
         object.__setattr__(row.rule, "grammar", Stuck())
         stuck = engine.submit_row(row)

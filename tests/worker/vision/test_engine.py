@@ -189,7 +189,7 @@ def test_rows_whose_masks_are_late_leave_no_placement_behind(
 
     monkeypatch.setattr(Batch, "_park", counting)
     made = row(engine, 1, prompt(FAMILY, 1, [9, image(FAMILY, rng, 4, 4), 7]))
-    engine.intake.constrain(made, Constraint(ConstraintKind.REGEX, "([a-z]{2,5} ){30}"))
+    engine.intake.rules.constrain(made, Constraint(ConstraintKind.REGEX, "([a-z]{2,5} ){30}"))
     finish(engine, engine.submit_row(made))
     assert any(parked)
     assert features(engine).held_bytes == 0
@@ -215,7 +215,7 @@ def test_a_row_that_comes_back_without_kv_and_features_waits_for_its_media_as_an
     asked = prompt(FAMILY, 1, [9, witnessed(image(FAMILY, rng, 4, 4), threads), 7])
     with EngineHarness(spec(folder, cache_bytes=0, batching="together")) as engine:
         masked = row(engine, 1, asked)
-        engine.intake.constrain(masked, Constraint(ConstraintKind.REGEX, "[a-z]{9}"))
+        engine.intake.rules.constrain(masked, Constraint(ConstraintKind.REGEX, "[a-z]{9}"))
         finish(engine, engine.submit_row(masked))
         assert len(threads) > 1
         decoded = len(threads)

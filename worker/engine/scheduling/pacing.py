@@ -367,7 +367,7 @@ class Pacer:
         pass_tokens: int = 0,
         block_tokens: int = 1,
     ) -> None:
-        self._policy = ChunkPolicy(
+        self.policy = ChunkPolicy(
             spec.prefill_chunk,
             costs,
             is_fixed=spec.deterministic,
@@ -385,55 +385,37 @@ class Pacer:
             can_fuse=False,
             pass_tokens=pass_tokens,
         )
-        self._rests = Rests()
+        self.rests = Rests()
         self._kept = kept
 
     def chunk(self, prefilling: int, decoding: int, longest: int, context: int) -> ChunkPlan:
         """Return the plan of the next tick; see `ChunkPolicy.chunk`."""
-        return self._policy.chunk(prefilling, decoding, longest, context)
-
-    def most(self, prefilling: int, decoding: int = 0) -> int:
-        """Return the largest permitted chunk."""
-        return self._policy.most(prefilling, decoding)
+        return self.policy.chunk(prefilling, decoding, longest, context)
 
     def reads(self, decoding: int, unread: int, context: int) -> int:
         """Return how many of its `unread` tokens a draft model reads in the next tick."""
         return self._reading.chunk(1, decoding, unread, context).tokens
 
-    def selection_s(self, prefilling: int, decoding: int) -> float:
-        """Return the seconds of the next tick for the token selection of a sparse prefill."""
-        return self._policy.selection_s(prefilling, decoding)
-
     def end_selection(self) -> None:
         """Note that no token selection runs any more, so that chunks get the whole tick again."""
-        self._policy.is_shared = False
+        self.policy.is_shared = False
 
     def observe(self, each: PassTime) -> None:
         """Learn from a forward pass."""
-        (self._reading if each.is_reading else self._policy).observe(each)
+        (self._reading if each.is_reading else self.policy).observe(each)
 
     def change(self, order: SetPace) -> None:
         """Change the limits of a tick and the duty cycle."""
-        self._policy.pace = self._reading.pace = PaceLimits(order.tick_ms / 1000, order.chunk)
-        self._rests.set_duty(order.duty)
-
-    @property
-    def rests(self) -> bool:
-        """Whether the loop has to rest between pieces of work."""
-        return self._rests.is_on
+        self.policy.pace = self._reading.pace = PaceLimits(order.tick_ms / 1000, order.chunk)
+        self.rests.set_duty(order.duty)
 
     def left_s(self) -> float:
         """Return the seconds of rest that are left."""
-        return self._rests.left_s(time.monotonic()) if self._rests.is_on else 0.0
-
-    @property
-    def rested_s(self) -> float:
-        """Return the seconds of all rests until now."""
-        return self._rests.total_s
+        return self.rests.left_s(time.monotonic()) if self.rests.is_on else 0.0
 
     def worked(self, began: float) -> None:
         """Add the rest for work that began at this time of the monotonic clock and has just ended."""
-        self._rests.worked(began, time.monotonic())
+        self.rests.worked(began, time.monotonic())
 
     def tend(self) -> None:
         """Write learned times periodically; called by an idle loop."""

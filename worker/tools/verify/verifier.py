@@ -508,7 +508,7 @@ class Verifier:
         self._requests += self._adapted
         # Requests with pictures; the first two have different pictures with the same text.
         self._pictured: list[Generate] = []
-        if "image" in self._intake.modalities:
+        if "image" in self._intake.media.modalities:
             self._pictured = picture_requests(len(self._requests) + 1, tokens)
             self._requests += self._pictured
         self._alone: list[VerifiedOutput] = []

@@ -223,7 +223,7 @@ async def test_pings_are_sent_during_a_load(tmp_path: Path) -> None:
         record = RequestRecord("id", "POST", PATH)
         services = gateway.app.services
         with Generation(services, services.config.models["m"], [generate], record, encoder.bind) as generation:
-            await respond_stream(generation, encoder, record, receive, send, StreamTiming(0.01, 0.02))
+            await respond_stream(generation, encoder, receive, send, StreamTiming(0.01, 0.02))
 
     said = names(b"".join(sent).decode())
     assert said[:3] == ["message_start", "ping", "ping"]

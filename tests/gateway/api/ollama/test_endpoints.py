@@ -202,7 +202,7 @@ async def test_a_long_wait_is_bridged_by_lines_that_say_nothing(gateway: Gateway
     services = gateway.app.services
     generates = [Generate(services.link.next_rid(), prompt, Sampling(), want_progress=True)]
     with Generation(services, model, generates, record, encoder.bind) as generation:
-        await respond_stream(generation, encoder, record, receive, send, StreamTiming(0.0, 0.005), JSON_LINES)
+        await respond_stream(generation, encoder, receive, send, StreamTiming(0.0, 0.005), JSON_LINES)
 
     body = b"".join(message.get("body", b"") for message in sent)
     said = lines(body.decode())

@@ -66,8 +66,8 @@ async def cold(home: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[tu
             super().connection_made(_Transport(transport, sizes))  # type: ignore[arg-type]
 
     async def respond(*arguments: Any) -> Any:
-        generation, encoder, record, receive, send, _, kind, on_progress, slice_events = arguments
-        return await respond_stream(generation, encoder, record, receive, send, QUICK, kind, on_progress, slice_events)
+        generation, encoder, receive, send, _, kind, on_progress, slice_events = arguments
+        return await respond_stream(generation, encoder, receive, send, QUICK, kind, on_progress, slice_events)
 
     monkeypatch.setattr(serve, "respond_stream", respond)
     monkeypatch.setattr(connection_limits, "WRITE_TIMEOUT_S", 600.0)

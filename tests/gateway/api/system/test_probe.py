@@ -68,7 +68,7 @@ async def test_it_is_nobodys_traffic(tmp_path: Path) -> None:
         assert not numbers.requests
         assert not numbers.finished
         assert numbers.e2e.count == numbers.ttft.count == 0
-        assert gateway.pool.leases("one") == 0
+        assert gateway.pool.broker.leases("one") == 0
         assert not gateway.app.services.requests.views()
 
 

@@ -63,5 +63,5 @@ def test_the_time_of_a_rest_is_no_time_of_a_step(settings: WorkerSpec) -> None:
         (rested,) = engine.run([Generate(2, prompt(8), GREEDY, max_tokens=40)])
         assert rested.ids == full.ids
         # A rest is nineteen times as long as the work before it, however fast the machine is.
-        assert 0.0 < sum(seen) < pacer.rested_s
+        assert 0.0 < sum(seen) < pacer.rests.total_s
         engine.command(SetPace())
