@@ -1,4 +1,4 @@
-# make setup | serve | test | test-clients | test-conformance | test-real | test-web | test-systemd | test-dist | fuzz | simulate | soak | lint | bench | plots | dist.
+# make setup | serve | docs | test | test-clients | test-conformance | test-real | test-web | test-systemd | test-dist | fuzz | simulate | soak | lint | bench | plots | dist.
 # Needs Python 3.11+, or any with pip, which then fetches uv; uses uv when it is installed, venv + pip otherwise.
 VENV   := .venv
 PY     := $(VENV)/bin/python
@@ -12,7 +12,7 @@ JOBS   ?= $(if $(strip $(ARGS)),0,4)
 FUZZ_S ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-clients test-conformance test-real test-web test-systemd test-dist fuzz simulate soak lint bench plots dist openblas clean
+.PHONY: help setup serve docs test test-clients test-conformance test-real test-web test-systemd test-dist fuzz simulate soak lint bench plots dist openblas clean
 
 help:
 	@echo "make setup   create $(VENV) with everything mlxd needs"
@@ -30,6 +30,7 @@ help:
 	@echo "make lint    ruff, pyright, and tsc for the page where there is npm"
 	@echo "make bench   mlxd beside a bare batch loop and mlx_lm.server, as ratios"
 	@echo "make plots   draw the recorded figures of the benchmarks as pictures"
+	@echo "make docs    write the parts of docs/ that come from the code: the tables of keys, the steps of the self-test"
 	@echo "make dist    build the wheel and the sdist into dist/  (docs/release.md)"
 
 setup: $(STAMP)
@@ -92,6 +93,11 @@ lint: $(STAMP)
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/pyright
 	@deploy/web/check.sh
+
+# docs/real-weights.md is written by make test-real.
+docs: $(STAMP)
+	@$(PY) -P -m tests.docs.config_page
+	@$(PY) -P -m tests.docs.macos_page
 
 bench: $(STAMP) openblas
 	@$(PY) -m benchmarks.compare $(ARGS)

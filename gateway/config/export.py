@@ -1,13 +1,17 @@
 """The effective configuration as TOML or JSON with all defaults filled in, and the JSON schema of the file.
 
-Everything is derived from the structs of `gateway.config.settings`, so that a new key appears automatically.
+Everything is derived from the structs of `gateway.config.settings`, so that a new key appears automatically. The
+comment above a field describes its key, in the schema and in docs/configuration.md.
 """
 
+import ast
+import inspect
 from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
 
+from gateway.config import settings
 from gateway.config.settings import NOT_IN_FILE, Config, file_key
 
 _UNITS_S: Final = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
@@ -35,7 +39,8 @@ def to_json(config: Config) -> dict[str, object]:
 def schema() -> dict[str, Any]:
     """Return the JSON schema of the file, for editors."""
     (root,), components = msgspec.json.schema_components([Config], schema_hook=lambda _: {"type": "string"})
-    tables = {name: _file_spelling(table) for name, table in components.items()}
+    texts = descriptions()
+    tables = {name: _file_spelling(table, texts[name]) for name, table in components.items()}
     top = tables.pop(root["$ref"].rpartition("/")[2])
     # The file and each of its tables are optional.
     for key in ("required", "description", "title"):
@@ -47,6 +52,29 @@ def schema() -> dict[str, Any]:
         "additionalProperties": False,
         "$defs": tables,
     }
+
+
+def descriptions() -> dict[str, dict[str, str]]:
+    """Return the descriptions of all keys, by struct and field: the comments above the fields in `settings.py`."""
+    source = inspect.getsource(settings)
+    lines = source.splitlines()
+    return {
+        struct.name: {
+            field.target.id: _comment_above(lines, field.lineno)
+            for field in struct.body
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        }
+        for struct in ast.parse(source).body
+        if isinstance(struct, ast.ClassDef)
+    }
+
+
+def _comment_above(lines: list[str], number: int) -> str:
+    """Join the lines of the comment directly above line `number`; empty if there is none."""
+    end = first = number - 1
+    while first > 0 and lines[first - 1].lstrip().startswith("#"):
+        first -= 1
+    return " ".join(line.strip().removeprefix("#").strip() for line in lines[first:end])
 
 
 def _fields(struct: type[Struct]) -> list[str]:
@@ -84,10 +112,12 @@ def _plain(value: object) -> object:
             return value
 
 
-def _file_spelling(table: dict[str, Any]) -> dict[str, Any]:
-    """Rename the properties of a schema object to the file's keys, where durations and sizes may be text."""
+def _file_spelling(table: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
+    """Rename the properties of a schema object to the file's keys, where durations and sizes may be text, and describe
+    them.
+    """
     properties = {
-        file_key(name): _accept_text(name, body)
+        file_key(name): ({"description": texts[name]} if texts[name] else {}) | _accept_text(name, body)
         for name, body in table.get("properties", {}).items()
         if name not in NOT_IN_FILE
     }
@@ -99,7 +129,8 @@ def _file_spelling(table: dict[str, Any]) -> dict[str, Any]:
 def _accept_text(field: str, body: dict[str, Any]) -> dict[str, Any]:
     pattern = _DURATION_PATTERN if field.endswith("_s") else _SIZE_PATTERN if field.endswith("_bytes") else None
     if pattern is None:
-        return body
+        # The default of a table has the struct's names, and each of its keys has a default of its own.
+        return {key: value for key, value in body.items() if key != "default"} if "$ref" in body else body
     rest = {key: value for key, value in body.items() if key == "default"}
     number = {key: value for key, value in body.items() if key != "default"}
     choices = [choice for choice in number.get("anyOf", [number]) if choice.get("type") != "null"]

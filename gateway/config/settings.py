@@ -53,12 +53,15 @@ class UpstreamConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """`[upstreams.NAME]`: a remote endpoint to which requests may fall back. Paths are relative to this file."""
 
     name: str
-    # The base URL includes the version for `openai` (`https://openrouter.ai/api/v1`) but not for `anthropic`.
+    # Base URL, such as `https://openrouter.ai/api/v1` or `https://api.anthropic.com`. Required.
     url: str
+    # API of the upstream. Requests are not translated.
     dialect: Literal["openai", "anthropic"] = "openai"
+    # File with the upstream's API key. Empty: no key is sent.
     key_file: str = ""
-    # Maps local names of models to the upstream's names.
+    # Models here, each with its name there: `{ big = "z-ai/glm-4.7" }`.
     models: dict[str, str] = {}
+    # Allow plain HTTP, which shows keys and prompts to the network.
     plain_http: bool = False
 
 
@@ -85,13 +88,14 @@ class GroupConfig(Struct, frozen=True, forbid_unknown_fields=True):
     ranks, one process runs the whole model.
     """
 
-    # One entry `local` for each rank, if the group runs on this machine alone.
+    # `local` once for each rank on this machine. Without `nodes` and `hosts`, one process runs the model.
     nodes: tuple[str, ...] = ()
-    # `tensor` gives each rank a part of every layer; `pipeline` gives each rank some whole layers.
+    # Each rank has a part of every layer (`tensor`) or some layers (`pipeline`). `auto`: `pipeline` over a ring where
+    # possible, else `tensor`.
     parallel: Literal["auto", "tensor", "pipeline"] = "auto"
+    # `ring` is TCP, `nccl` CUDA, `jaccl` RDMA over Thunderbolt. `auto`: `nccl` with MLX's CUDA build, else `ring`.
     backend: Literal["auto", "ring", "nccl", "jaccl"] = "auto"
-    # Host file of mlx.launch, for a group over several machines. Its path is relative to the configuration file, and
-    # its first host is this machine.
+    # Host file of mlx.launch for several machines, this one first. See docs/groups.md#over-several-machines.
     hosts: str = ""
     # Content of the host file.
     launch: HostFile = HostFile()
@@ -135,77 +139,103 @@ class ConfigError(CommandFailed):
 class TlsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`tls` of the server: PEM files with the certificate and its chain, and with its key. Empty means plain HTTP."""
 
+    # PEM file of the certificate, followed by its chain. With both files the server speaks HTTPS only. See
+    # docs/configuration.md#tls.
     certificate: str = ""
+    # PEM file of its key, without a passphrase, which only mlxd's user should be able to read.
     key: str = ""
 
 
 class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`[server]`. Keys in the file may omit `_s` and `_bytes`, as in `drain = "30s"` and `max_body = "32MiB"`."""
 
+    # Address to listen on. Beyond the loopback, an API key is needed first.
     host: str = "127.0.0.1"
+    # TCP port; 0 takes a free one.
     port: Annotated[int, Meta(ge=0, le=65535)] = 8484
-    # Ollama's clients may use this second port, which has the same API; 0 opens none.
+    # Second port, for apps that know only Ollama's 11434; 0 opens none. See docs/ollama.md.
     ollama_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    # Certificate and key for HTTPS. See docs/configuration.md#tls.
     tls: TlsConfig = TlsConfig()
+    # Least severe level in the log. See docs/monitoring.md.
     log_level: LogLevel = "info"
+    # Time for running requests after SIGTERM. Requests that wait for a load end at once.
     drain_s: Seconds = 30.0
-    # Whether a Mac is kept awake: while requests run or a model loads, always, or never.
+    # When a Mac is kept awake. `busy`: during requests and loads, and for 30 s after. On other systems, `always` is an
+    # error.
     prevent_sleep: PreventSleep = "busy"
-    # Whether workers make short GPU submissions with pauses, so that a person can work at the machine.
+    # Leave GPU time to the display. `auto`: on a Mac in use. See docs/configuration.md#desktop.
     desktop: Desktop = "auto"
+    # Largest request body; raise it for large media. See docs/configuration.md#bodies.
     max_body_bytes: Annotated[int, Meta(ge=1024, le=1 << 31)] = 32 * 1024 * 1024
+    # Longest time of a request; 0 is no limit. A request may set a shorter `timeout`.
     request_timeout_s: Seconds = 0.0
+    # Longest wait of a request for its model.
     queue_timeout_s: Seconds = 600.0
-    # Maximum size of the stored answers of the Responses API, for each key. Clients can continue from a stored answer.
-    # With 0 no answer is stored.
+    # Disk space for each key's stored responses; 0 stores none and refuses background responses. See
+    # docs/responses.md#stored-responses.
     response_store_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 * 1024 * 1024
-    # Proxies whose X-Forwarded-For header is trusted.
+    # Addresses or networks (`10.0.0.0/8`) of proxies whose `X-Forwarded-For` is used. See
+    # docs/configuration.md#hosts-and-proxies.
     trusted_proxies: tuple[str, ...] = ()
+    # Origins whose web pages may call the API.
     cors: tuple[str, ...] = ()
-    # Host names under which clients may reach this machine, in addition to the loopback names. If the list is not
-    # empty, every `Host` header is checked.
+    # Host names that clients may use besides `localhost`, without port. See docs/configuration.md#hosts-and-proxies.
     hosts: tuple[str, ...] = ()
-    # Whether `/metrics` requires a key that may read it, once any key exists.
+    # Beyond the loopback, or if there are keys, `/metrics` needs a key of role `metrics` or `admin`.
     metrics_auth: bool = True
-    # `default` is the model for requests that name no model, and `small` that for requests of a vendor's small model.
-    # If empty, those requests are refused.
+    # Model of requests without one, or for `default`. Empty: they are refused. See docs/configuration.md#names.
     default: str = ""
+    # Model of requests for a vendor's small model. See docs/configuration.md#names.
     small: str = ""
-    # A request that takes longer is logged as a warning with the time of each phase. 0 disables this.
+    # A request that takes longer is logged as a warning; 0 logs none.
     slow_request_s: Seconds = 30.0
-    # Number of newest requests that are kept with their answers in `home/captures`, for debugging. 0 disables this.
+    # Number of requests to keep with input and output, for a day and in 64 MiB. See docs/monitoring.md.
     capture: Annotated[int, Meta(ge=0, le=10_000)] = 0
-    # While the daemon runs, adapters may be loaded from these folders and from `home/adapters`.
+    # Folders from which adapters may be loaded at run time. See docs/adapters.md.
     adapter_folders: tuple[str, ...] = ()
-    # URL to which traces are sent, as OTLP over HTTP. If empty, no traces are made.
+    # URL for traces, as OTLP over HTTP; needs the extra `otel`. See docs/monitoring.md.
     otlp_endpoint: str = ""
 
 
 class SamplingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
     """Sampling defaults of requests. None means the model's own default, or the API's if the model has none."""
 
+    # 0 always takes the likeliest token.
     temperature: Temperature | None = None
+    # Keep only the likeliest tokens that together have this probability; 0 keeps one.
     top_p: Probability | None = None
+    # Keep only so many of the likeliest tokens; 0 keeps all.
     top_k: TopK | None = None
+    # Keep only tokens at least this likely relative to the likeliest.
     min_p: Probability | None = None
+    # Above 1, tokens that were used become less likely.
     repetition_penalty: RepetitionPenalty | None = None
+    # Applied once to each token that was used.
     presence_penalty: Penalty | None = None
+    # Applied for each use of a token.
     frequency_penalty: Penalty | None = None
+    # Most tokens of an answer.
     max_tokens: AnswerTokens | None = None
 
 
 class ThinkingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
     """Thinking defaults of requests. None means the default of the API and the model."""
 
+    # Whether to think, if the chat template has a switch for it.
     enabled: bool | None = None
+    # Without `enabled`, `none` and `minimal` mean not to think, and the others to think.
     effort: Effort | None = None
+    # Most tokens of reasoning; after them the model must answer.
     budget: TokenCount | None = None
 
 
 class ProfileConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`[models.NAME.profiles.PROFILE]`. Requests name it as `NAME:PROFILE`; all other settings are the model's."""
 
+    # Sampling defaults; a key that is absent here comes from the model.
     sampling: SamplingDefaults = SamplingDefaults()
+    # Thinking defaults; a key that is absent here comes from the model.
     thinking: ThinkingDefaults = ThinkingDefaults()
 
 
@@ -216,15 +246,20 @@ class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     All models share one folder on disk; its limit is the largest that any model sets.
     """
 
+    # Prefix cache in memory; 0 is off. Absent: a quarter of the model's share after its weights.
     ram_bytes: Annotated[int, Meta(ge=0)] | None = None
+    # Prefix cache on disk; 0 is off. All models share one folder and the largest limit. See
+    # docs/configuration.md#cache.
     disk_bytes: Annotated[int, Meta(ge=0)] = 10 * 1024**3
 
 
 class FallbackConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`fallback` of a model: upstreams, in order, for requests that cannot be served here."""
 
+    # Upstreams for requests that cannot be served here, in this order, if the API key may leave. See docs/upstreams.md.
     to: tuple[str, ...] = ()
-    # Reasons to fall back: the model is unavailable, its queue is full or slow, or the prompt exceeds its context.
+    # `unavailable`: the model cannot be served. `queue`: it is full, or `queue_timeout` has passed. `context`: the
+    # prompt is too long.
     when: tuple[Literal["unavailable", "queue", "context"], ...] = ("unavailable",)
 
 
@@ -232,64 +267,80 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """`[models.NAME]`. `path`: a folder, a Hugging Face repository in the local cache, or `demo`; default: the name."""
 
     name: str
+    # Folder, repository in the local Hugging Face cache, or `demo`. Absent: the model's name. See
+    # docs/configuration.md#paths.
     path: str
+    # Other names of the model; `*` stands for any text. See docs/configuration.md#names.
     aliases: tuple[str, ...] = ()
+    # Load the model at the start, before its first request.
     preload: bool = False
+    # Type of the weights. `auto`: as stored, float32 on a CPU. Weights that need more precision keep it.
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    # Most tokens of prompt and answer. It lowers the limit in `config.json`, which 0 keeps, or replaces one that is
+    # missing there.
     context: Annotated[int, Meta(ge=0)] = 0
-    # Maximum number of concurrently generated sequences; `auto` is the best number that a calibration found.
+    # Sequences generated at once; 1,024 more may wait. `auto`: as `mlxctl calibrate` has measured, or 16. See
+    # docs/cli.md.
     max_running: Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"] = DEFAULT_MAX_RUNNING
-    # Whether a request computes the same shapes in every run: it runs alone, in chunks by position, from its first
-    # token.
+    # The same request and seed give the same bits in every run: requests run one at a time and reuse no prefix. See
+    # docs/models.md.
     deterministic: bool = False
-    # Whether tokens are drafted from earlier text where measurements show that this is faster.
+    # Draft tokens, and verify several in one step, where that is faster. Answers stay the same. See
+    # docs/speculation.md.
     speculate: Literal["auto", "off"] = "auto"
-    # Folder or repository of a draft model: a smaller model with the same tokenizer, or a drafter made for this model.
-    # Empty means none.
+    # Smaller model with the same tokens, or drafter made for this model. See
+    # docs/speculation.md#draft-models-and-drafters-in-a-folder-of-their-own.
     draft: str = ""
-    # Fraction of a long prompt that is computed if the request asks for it. The draft model chooses the tokens. 0 means
-    # off.
+    # Part of a long prompt to compute, if a request asks for sparse prefill and names none; 0 refuses that. See
+    # docs/speculation.md#sparse-prefill.
     sparse_prefill: SparseKeep = 0.0
-    # Task of the model: text generation, embeddings, scores of text pairs, or audio. `auto` derives the task from the
-    # files.
+    # Task of the model, if its files and name do not show it.
     kind: Literal["auto", "text", "embed", "rerank", "audio"] = "auto"
-    # Whether embeddings may be shortened even if the model's files do not declare that it was trained for this.
+    # Allow embeddings with fewer `dimensions` even if the model's files declare none. See docs/embeddings.md.
     matryoshka: bool = False
+    # Sampling defaults of requests. See docs/configuration.md#sampling.
     sampling: SamplingDefaults = SamplingDefaults()
+    # Thinking defaults of requests. See docs/configuration.md#thinking.
     thinking: ThinkingDefaults = ThinkingDefaults()
+    # The same model with other defaults, under further names. See docs/configuration.md#profiles.
     profiles: dict[str, ProfileConfig] = {}
-    # Maps names to folders or repositories of LoRA adapters. Requests use `NAME:ADAPTER` or the adapter's name alone.
+    # LoRA and DoRA adapters: names, each with a folder or repository. See docs/adapters.md.
     adapters: dict[str, str] = {}
+    # Run Python code that comes with the model.
     trust_remote_code: bool = False
-    # Model family whose parser reads the model's reasoning and tool calls. Empty detects it by template and vocabulary.
+    # Family whose format of reasoning and tool calls is parsed. Empty: detected from the template. See docs/tools.md.
     parser: str = ""
-    # Jinja template that replaces the model's own. In the configuration file, this may also be the path of a template.
+    # Jinja template in place of the model's own: its text, or a file of at most 1 MiB.
     chat_template: str = ""
+    # The prefix cache. See docs/configuration.md#cache.
     cache: CacheConfig = CacheConfig()
-    # Bytes of KV for running requests. None means a fixed fraction of the memory share that the weights leave.
+    # Memory for the KV of running sequences. Absent: most of the model's share after its weights.
     kv_bytes: Annotated[int, Meta(ge=1)] | None = None
-    # Bits of a quantized KV cache; None keeps the model's own precision. Quantization changes answers, and their
-    # headers say so.
+    # Bits for each number of KV, to save memory. They change answers. Absent: the model's own. See
+    # docs/memory.md#quantized-kv.
     kv_bits: Literal[8, 4] | None = None
-    # The model's share of the memory budget.
+    # Share of the memory budget. `auto`: estimated from the files, with more lent when there is room. See
+    # docs/memory.md.
     memory_bytes: Bytes = "auto"
-    # Where a model's experts are stored. `disk` needs a model folder made by `mlxctl repack`.
+    # `disk`: read experts when they are chosen, from a folder of `mlxctl repack`, with `max_running` 2 and no drafts.
+    # See docs/experts.md.
     experts: Literal["memory", "disk"] = "memory"
-    # A pinned model is never unloaded to make room.
+    # Never unload the model to make room; also `mlxctl pin`.
     pin: bool = False
-    # The model is unloaded after this time without a request; 0 means never.
+    # Unload the model after this time without a request; 0 never does.
     ttl_s: Seconds = 0.0
-    # Until this time after its newest request, an idle model computes a token every 1.5 s, so that macOS keeps the
-    # weights ready for the GPU; 0 means never.
+    # Keep the weights of an idle model on a Mac's GPU for this time. See docs/configuration.md#keep_warm.
     keep_warm_s: Seconds = 0.0
+    # Upstreams for requests that cannot be served here. See docs/upstreams.md.
     fallback: FallbackConfig = FallbackConfig()
+    # Processes that run the model together. See docs/configuration.md#group.
     group: GroupConfig = GroupConfig()
-    # Address at which the worker publishes changes of its prefix cache, for routers. Missed changes can be replayed at
-    # the next port. Events reveal prompts as token ids to every subscriber. Empty means that nothing is published.
+    # Address for events of the prefix cache, with token ids of prompts: `tcp://127.0.0.1:5557`. See
+    # docs/fleet.md#what-a-router-needs.
     kv_events: str = ""
-    # Files with chat requests whose prompts are put into the prefix cache after each load.
+    # Files of requests whose prompts are computed after each load. See docs/configuration.md#warm.
     warm: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
-    # Whether the conversation with its newest answer is prefilled while the model is idle.
+    # After an answer, prefill the conversation while no client waits. See docs/slow-requests.md#the-next-turn.
     prefill_next_turn: bool = True
     # Adapter that a request names. This field is never in the file.
     adapter: str = ""
@@ -324,32 +375,35 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 class MemoryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`[memory]`: the memory budget of all models together, and the number of models."""
 
+    # Memory of all workers. `auto`: the GPU limit of a Mac, or the cgroup or RAM on Linux, less a reserve. See
+    # docs/memory.md.
     budget_bytes: Bytes = "auto"
-    # Maximum number of models in memory at the same time; 0 means no limit.
+    # Most models in memory; 0 is no limit.
     max_loaded: Annotated[int, Meta(ge=0, le=10_000)] = 0
 
 
 class MediaConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`[media]`: limits of images, video, audio and PDFs in requests, and from where they may be fetched."""
 
-    # Maximum bytes of one image, video, audio clip or PDF, and of a file to transcribe.
+    # Largest image, video, audio, PDF, or file to transcribe, whatever `max_body` is. See docs/vision.md.
     max_size_bytes: Annotated[int, Meta(ge=1024, le=48 * 1024 * 1024)] = 32 * 1024 * 1024
-    # `public` allows http and https URLs with addresses of the public internet; `off` allows none.
+    # `public`: fetch URLs of hosts that have only addresses of the public internet. See docs/vision.md.
     urls: Literal["off", "public"] = "off"
-    # Folders below which a `file:` URL may point.
+    # Folders in which `file:` URLs may point, at any depth. Empty: they are refused.
     folders: tuple[str, ...] = ()
 
 
 class BatchesConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`[batches]`: limits of files and batches on the disk."""
 
-    # Maximum bytes of all files, batches and results together; 0 turns batches off.
+    # Disk space for files, batches and results; 0 turns batches off.
     disk_bytes: Annotated[int, Meta(ge=0, le=1 << 44)] = 2 * 1024**3
 
 
 class UiConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`[ui]`: which clients may administer mlxd on the web page. The page itself, with its chat, is always served."""
 
+    # From where the page may administer: this machine, every address, or nowhere. See docs/web.md.
     admin: Literal["loopback", "network", "off"] = "loopback"
 
 
