@@ -36,9 +36,11 @@ class Client(threading.Thread):
 
 
 def begun(daemon: DaemonProcess) -> None:
-    """Until a request runs."""
+    """Until a request runs: one that waits for a load has no time to end."""
     end = time.monotonic() + patient(DEADLINE_S)
-    while not any(m["inside"] for m in json.loads(ctl(daemon.home, "status", "--json").stdout)["models"]):
+    while not any(
+        m["inside"] and m["state"] == "ready" for m in json.loads(ctl(daemon.home, "status", "--json").stdout)["models"]
+    ):
         assert time.monotonic() < end
 
 

@@ -102,7 +102,7 @@ def test_of_several_faults_that_of_the_earliest_step_is_reported(intake: Intake)
         ({"resume": (-1,)}, "resume", Code.INVALID_REQUEST),
         ({"prompt": TokensPrompt((-1,) * CONTEXT)}, "prompt", Code.INVALID_REQUEST),
         ({"adapter": "none"}, "model", Code.UNSUPPORTED),
-        ({"sampling": structs.replace(ends, top_k=-1)}, "top_k", Code.INVALID_REQUEST),
+        ({"sampling": structs.replace(ends, stop_ids=(-1,))}, "stop_token_ids", Code.INVALID_REQUEST),
     ):
         request = structs.replace(request, **fault)
         with pytest.raises(RequestInvalid) as caught:

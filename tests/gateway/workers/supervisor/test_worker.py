@@ -131,7 +131,8 @@ async def test_large_weights_have_more_time_to_load() -> None:
         assert m.worker.state is State.LOADING
         await m.world.pass_time(100.0)
         assert (await unavailable(waiting)).failure.code is Code.LOAD_TIMEOUT
-        assert m.world.process.signals
+        await m.world.pass_time(20.0)
+        assert m.world.process.signals == [signal.SIGTERM, signal.SIGKILL]
 
 
 async def test_a_process_that_cannot_be_spawned_is_a_crash_with_its_reason() -> None:
