@@ -35,11 +35,12 @@ class Client(threading.Thread):
         self.answer = self._ask()
 
 
-def begun(daemon: DaemonProcess) -> None:
-    """Until a request runs: one that waits for a load has no time to end."""
+def begun(daemon: DaemonProcess, state: str = "ready") -> None:
+    """Until a request of a model in this state is open: one that waits for a load gets no time to end."""
     end = time.monotonic() + patient(DEADLINE_S)
     while not any(
-        m["inside"] and m["state"] == "ready" for m in json.loads(ctl(daemon.home, "status", "--json").stdout)["models"]
+        model["inside"] and model["state"] == state
+        for model in json.loads(ctl(daemon.home, "status", "--json").stdout)["models"]
     ):
         assert time.monotonic() < end
 
@@ -82,7 +83,7 @@ def test_what_does_not_finish_in_time_is_cut_off_and_told(home: Path) -> None:
 def test_a_request_that_waits_for_its_models_load_is_told_as_cut_off(home: Path) -> None:
     with DaemonProcess(home, "--load-s 60") as daemon:
         client = Client(daemon, 5)
-        begun(daemon)
+        begun(daemon, "loading")
         done = ctl(home, "drain", "--timeout", "60s")
         client.join()
 
