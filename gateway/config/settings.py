@@ -142,7 +142,7 @@ class TlsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     # PEM file of the certificate, followed by its chain. With both files the server speaks HTTPS only. See
     # docs/configuration.md#tls.
     certificate: str = ""
-    # PEM file of its key, without a passphrase, which only mlxd's user should be able to read.
+    # PEM file of the certificate's key, without a passphrase. Only mlxd's user should be able to read it.
     key: str = ""
 
 
@@ -182,15 +182,17 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     cors: tuple[str, ...] = ()
     # Host names that clients may use besides `localhost`, without port. See docs/configuration.md#hosts-and-proxies.
     hosts: tuple[str, ...] = ()
-    # Beyond the loopback, or if there are keys, `/metrics` needs a key of role `metrics` or `admin`.
+    # `/metrics` needs a key of role `metrics` or `admin`, once there are keys or beyond the loopback.
     metrics_auth: bool = True
-    # Model of requests without one, or for `default`. Empty: they are refused. See docs/configuration.md#names.
+    # Model for requests that name none, or name `default`. Empty: such requests are refused. See
+    # docs/configuration.md#names.
     default: str = ""
-    # Model of requests for a vendor's small model. See docs/configuration.md#names.
+    # Model for requests that name a vendor's small model. See docs/configuration.md#names.
     small: str = ""
     # A request that takes longer is logged as a warning; 0 logs none.
     slow_request_s: Seconds = 30.0
-    # Number of requests to keep with input and output, for a day and in 64 MiB. See docs/monitoring.md.
+    # Number of newest requests to keep with input and output, at most for a day and in 64 MiB. See
+    # docs/monitoring.md#captured-requests.
     capture: Annotated[int, Meta(ge=0, le=10_000)] = 0
     # Folders from which adapters may be loaded at run time. See docs/adapters.md.
     adapter_folders: tuple[str, ...] = ()
@@ -248,7 +250,7 @@ class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     # Prefix cache in memory; 0 is off. Absent: a quarter of the model's share after its weights.
     ram_bytes: Annotated[int, Meta(ge=0)] | None = None
-    # Prefix cache on disk; 0 is off. All models share one folder and the largest limit. See
+    # Prefix cache on disk; 0 is off. All models share one folder, limited by the largest value. See
     # docs/configuration.md#cache.
     disk_bytes: Annotated[int, Meta(ge=0)] = 10 * 1024**3
 
@@ -256,7 +258,8 @@ class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class FallbackConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`fallback` of a model: upstreams, in order, for requests that cannot be served here."""
 
-    # Upstreams for requests that cannot be served here, in this order, if the API key may leave. See docs/upstreams.md.
+    # Upstreams for requests that cannot be served here, in this order, if their API key may leave. See
+    # docs/upstreams.md.
     to: tuple[str, ...] = ()
     # `unavailable`: the model cannot be served. `queue`: it is full, or `queue_timeout` has passed. `context`: the
     # prompt is too long.
@@ -276,8 +279,8 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     preload: bool = False
     # Type of the weights. `auto`: as stored, float32 on a CPU. Weights that need more precision keep it.
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    # Most tokens of prompt and answer. It lowers the limit in `config.json`, which 0 keeps, or replaces one that is
-    # missing there.
+    # Most tokens of prompt and answer together. It lowers the limit in `config.json`, or supplies a missing one; 0
+    # keeps the model's own.
     context: Annotated[int, Meta(ge=0)] = 0
     # Sequences generated at once; 1,024 more may wait. `auto`: as `mlxctl calibrate` has measured, or 16. See
     # docs/cli.md.
@@ -291,7 +294,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     # Smaller model with the same tokens, or drafter made for this model. See
     # docs/speculation.md#draft-models-and-drafters-in-a-folder-of-their-own.
     draft: str = ""
-    # Part of a long prompt to compute, if a request asks for sparse prefill and names none; 0 refuses that. See
+    # Part of a long prompt to compute for requests with sparse prefill that name no part; 0 refuses sparse prefill. See
     # docs/speculation.md#sparse-prefill.
     sparse_prefill: SparseKeep = 0.0
     # Task of the model, if its files and name do not show it.
@@ -316,16 +319,16 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     cache: CacheConfig = CacheConfig()
     # Memory for the KV of running sequences. Absent: most of the model's share after its weights.
     kv_bytes: Annotated[int, Meta(ge=1)] | None = None
-    # Bits for each number of KV, to save memory. They change answers. Absent: the model's own. See
+    # Bits for each number of KV. Fewer bits save memory and change answers. Absent: the model's own type. See
     # docs/memory.md#quantized-kv.
     kv_bits: Literal[8, 4] | None = None
     # Share of the memory budget. `auto`: estimated from the files, with more lent when there is room. See
     # docs/memory.md.
     memory_bytes: Bytes = "auto"
-    # `disk`: read experts when they are chosen, from a folder of `mlxctl repack`, with `max_running` 2 and no drafts.
-    # See docs/experts.md.
+    # `disk`: read experts when they are chosen, from a folder that `mlxctl repack` wrote. `max_running` must be 2 and
+    # `speculate` off. See docs/experts.md.
     experts: Literal["memory", "disk"] = "memory"
-    # Never unload the model to make room; also `mlxctl pin`.
+    # Never unload the model to make room for another, as after `mlxctl pin`.
     pin: bool = False
     # Unload the model after this time without a request; 0 never does.
     ttl_s: Seconds = 0.0
@@ -336,7 +339,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     # Processes that run the model together. See docs/configuration.md#group.
     group: GroupConfig = GroupConfig()
     # Address for events of the prefix cache, with token ids of prompts: `tcp://127.0.0.1:5557`. See
-    # docs/fleet.md#what-a-router-needs.
+    # docs/fleet.md#events-of-the-prefix-cache.
     kv_events: str = ""
     # Files of requests whose prompts are computed after each load. See docs/configuration.md#warm.
     warm: Annotated[tuple[str, ...], Meta(max_length=64)] = ()

@@ -23,7 +23,7 @@ mlxctl selftest --report selftest.md
 
 This takes up to ten minutes. It uses a home and a daemon of its own in `/tmp` and the launchd label
 `dev.mlxd.selftest`, whose name launchd keeps in its list of enabled services. Each step has passed, failed or was
-skipped; the exit status is 1 if a step failed. The report contains the commands' outputs without the home's path.
+skipped; the exit status is 1 if a step failed. The report has the commands' outputs without the path of the home.
 `mlxctl selftest STEP...` runs some steps.
 
 ## Steps of `mlxctl selftest`
