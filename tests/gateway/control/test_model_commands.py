@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, get_args
 
-import httpx
+import httpx2
 import pytest
 
 from gateway.control_types import ModelVerb
@@ -13,13 +13,13 @@ from tests.gateway.web.visitors import log_in
 pytestmark = pytest.mark.anyio
 
 
-async def command(gateway: Gateway, prefix: str, verb: str, body: dict[str, Any]) -> httpx.Response:
+async def command(gateway: Gateway, prefix: str, verb: str, body: dict[str, Any]) -> httpx2.Response:
     """Send a command over the unix socket's app, whose prefix is `/v1`, or from a session of the page."""
     path = f"{prefix}/models/{verb}"
     if prefix != "/v1":
         return await gateway.client.post(path, json=body, headers=await log_in(gateway))
-    transport = httpx.ASGITransport(gateway.admin)  # pyright: ignore[reportArgumentType]
-    async with httpx.AsyncClient(transport=transport, base_url="http://mlxd") as owner:
+    transport = httpx2.ASGITransport(gateway.admin)  # pyright: ignore[reportArgumentType]
+    async with httpx2.AsyncClient(transport=transport, base_url="http://mlxd") as owner:
         return await owner.post(path, json=body)
 
 
