@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
+import httpx2
 
 from benchmarks import blas
 from benchmarks.compare import LOAD_TIMEOUT_S
@@ -38,7 +38,7 @@ async def _measure(args: argparse.Namespace) -> None:
     seconds: dict[str, list[tuple[float, float]]] = {"decisions": [], "chat with a grammar": []}
     try:
         await server.start()
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=TIMEOUT_S) as client:
+        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=TIMEOUT_S) as client:
             await _decide(client, server.model_name(), "warm up", 1)
             await _chat(client, server.model_name(), "warm up", 1)
             for number in range(args.rounds):
@@ -70,7 +70,7 @@ async def _measure(args: argparse.Namespace) -> None:
     print(f"{theirs} ÷ {ours}: time {statistics.median(ratios):.2f}, CPU {statistics.median(cpu):.2f}")
 
 
-async def _decide(client: httpx.AsyncClient, model: str, text: str, count: int) -> None:
+async def _decide(client: httpx2.AsyncClient, model: str, text: str, count: int) -> None:
     questions = [
         {"type": "choice", "instructions": _question(at), "choices": [{"value": option} for option in OPTIONS]}
         for at in range(count)
@@ -79,7 +79,7 @@ async def _decide(client: httpx.AsyncClient, model: str, text: str, count: int) 
     assert len(answer.raise_for_status().json()["answers"]) == count
 
 
-async def _chat(client: httpx.AsyncClient, model: str, text: str, count: int) -> None:
+async def _chat(client: httpx2.AsyncClient, model: str, text: str, count: int) -> None:
     listed = "\n".join(f"{letter}. {option}" for letter, option in zip("ABCD", sorted(OPTIONS), strict=True))
 
     async def one(at: int) -> None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-import httpx
+import httpx2
 import msgspec
 import psutil
 
@@ -120,14 +120,14 @@ class Soak:
                 self.errors.append("the daemon did not stop")
                 process.kill()
 
-    def _admin(self) -> httpx.AsyncClient:
-        transport = httpx.AsyncHTTPTransport(uds=str(self.home / "run" / "admin.sock"))
-        return httpx.AsyncClient(transport=transport, base_url="http://mlxd", timeout=REQUEST_S)
+    def _admin(self) -> httpx2.AsyncClient:
+        transport = httpx2.AsyncHTTPTransport(uds=str(self.home / "run" / "admin.sock"))
+        return httpx2.AsyncClient(transport=transport, base_url="http://mlxd", timeout=REQUEST_S)
 
-    async def _started(self, admin: httpx.AsyncClient) -> str:
+    async def _started(self, admin: httpx2.AsyncClient) -> str:
         end = time.monotonic() + START_S
         while time.monotonic() < end:
-            with suppress(httpx.HTTPError):
+            with suppress(httpx2.HTTPError):
                 return (await admin.get("/v1/status")).json()["url"]
             await asyncio.sleep(0.2)
         raise SystemExit("the daemon did not start")
@@ -135,16 +135,16 @@ class Soak:
     # -- clients -----------------------------------------------------------------------------------------------------
 
     async def _client(self, rng: random.Random) -> None:
-        async with httpx.AsyncClient(base_url=self.url, timeout=REQUEST_S) as client:
+        async with httpx2.AsyncClient(base_url=self.url, timeout=REQUEST_S) as client:
             while not self.is_over:
                 path, body = question(rng)
                 try:
                     self.outcomes[await self._ask(client, rng, path, body)] += 1
-                except httpx.HTTPError as error:
+                except httpx2.HTTPError as error:
                     self.outcomes["lost"] += 1
                     self._note(f"{path}: {type(error).__name__}: {error}")
 
-    async def _ask(self, client: httpx.AsyncClient, rng: random.Random, path: str, body: dict[str, object]) -> str:
+    async def _ask(self, client: httpx2.AsyncClient, rng: random.Random, path: str, body: dict[str, object]) -> str:
         leaves_after = rng.randrange(1, 30) if rng.random() < LEAVING else 0
         async with client.stream("POST", path, json=body) as response:
             last, lines = "", 0
@@ -171,7 +171,7 @@ class Soak:
         await asyncio.sleep(min(seconds, max(0.0, self.started + self.seconds - time.monotonic())))
         return not self.is_over
 
-    async def _reload(self, admin: httpx.AsyncClient) -> None:
+    async def _reload(self, admin: httpx2.AsyncClient) -> None:
         turn = 0
         while await self._every(RELOAD_S):
             turn += 1
@@ -181,14 +181,14 @@ class Soak:
             if reply.status_code != 200:
                 self._note(f"reload: {reply.text[:200]}")
 
-    async def _restart(self, admin: httpx.AsyncClient) -> None:
+    async def _restart(self, admin: httpx2.AsyncClient) -> None:
         rng = random.Random(1)
         while await self._every(RESTART_S):
             verb = rng.choice(("restart", "unload"))
             await admin.post(f"/v1/models/{verb}", json={"model": rng.choice(MODELS)})
             self.churn[verb] += 1
 
-    async def _kill(self, admin: httpx.AsyncClient) -> None:
+    async def _kill(self, admin: httpx2.AsyncClient) -> None:
         rng = random.Random(2)
         while await self._every(KILL_S):
             models = (await admin.get("/v1/status")).json()["models"]

@@ -14,7 +14,7 @@ import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import httpx
+import httpx2
 import msgspec
 import psutil
 
@@ -44,12 +44,14 @@ class Viewers:
 
     async def log_in(self) -> None:
         """Log in once for all feeds."""
-        transport = httpx.AsyncHTTPTransport(uds=str(self._gateway.home / "run" / "admin.sock"))
-        async with httpx.AsyncClient(transport=transport, base_url="http://mlxd") as admin:
+        transport = httpx2.AsyncHTTPTransport(uds=str(self._gateway.home / "run" / "admin.sock"))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://mlxd") as admin:
             code = (await admin.post("/v1/ui/code", json={})).json()["code"]
         base = f"http://127.0.0.1:{self._gateway.port}"
-        limits = httpx.Limits(max_connections=None)
-        self._client = await self._held.enter_async_context(httpx.AsyncClient(base_url=base, limits=limits, timeout=60))
+        limits = httpx2.Limits(max_connections=None)
+        self._client = await self._held.enter_async_context(
+            httpx2.AsyncClient(base_url=base, limits=limits, timeout=60)
+        )
         answer = await self._client.post("/ui/api/session", json={"code": code})
         self._headers = {"authorization": f"Bearer {answer.json()['token']}"}
 

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-import httpx
+import httpx2
 from starlette.routing import Route, Router, WebSocketRoute
 from starlette.types import ASGIApp
 
@@ -53,7 +53,7 @@ class App:
         wall: Callable[[], float] = time.time,
         make_thread: MakeThread = single_thread,
         disk: Disk = SYSTEM_DISK,
-        transport: httpx.AsyncBaseTransport | None = None,
+        transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
         """Make the app. Raises `KeysUnusable` and `CertificateUnusable`.
 

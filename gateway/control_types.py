@@ -1,6 +1,6 @@
 """Bodies of the control API, which the gateway and `mlxctl` share."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -155,13 +155,27 @@ class DaemonStatus(Struct, frozen=True):
     memory: MemoryStatus | None = None
 
 
+ModelVerb = Literal["load", "unload", "restart", "pin", "unpin"]
+
+
 class ModelRef(Struct, frozen=True, forbid_unknown_fields=True):
     model: Annotated[str, Meta(min_length=1)]
 
 
 class CommandDone(Struct, frozen=True):
+    """Answer on the unix socket: the command has been carried out."""
+
     model: str
     state: str
+
+
+class OrderAccepted(Struct, frozen=True):
+    """Answer 202 on the web page: the command was accepted. The feed shows its progress, and the model's `last_failure`
+    its failure.
+    """
+
+    model: str
+    order: ModelVerb
 
 
 class DrainRequest(Struct, frozen=True, forbid_unknown_fields=True):

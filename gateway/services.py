@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import httpx
+import httpx2
 
 from gateway.access.audit_log import Audit, AuditTrail
 from gateway.access.key import KeyFile
@@ -79,7 +79,7 @@ class Services(Runtime):
         clock: Callable[[], float] = time.perf_counter,
         make_thread: MakeThread = single_thread,
         disk: Disk = SYSTEM_DISK,
-        transport: httpx.AsyncBaseTransport | None = None,
+        transport: httpx2.AsyncBaseTransport | None = None,
     ) -> "Services":
         """Make the services for a configuration. Raises `KeysUnusable` and `CertificateUnusable`."""
         live = LiveConfig(config, pool.ready_epoch)

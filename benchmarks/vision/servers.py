@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import httpx
+import httpx2
 
 from benchmarks import blas
 from benchmarks.engines import free_port
@@ -31,7 +31,7 @@ class Server:
     """Server under measurement. `model` is its name in requests."""
 
     name: str
-    client: httpx.AsyncClient
+    client: httpx2.AsyncClient
     model: str
 
     async def encodes(self) -> tuple[float, float] | None:
@@ -74,13 +74,13 @@ async def mlx_vlm(folder: str) -> AsyncGenerator[Server, None]:
 @asynccontextmanager
 async def _running(
     command: Sequence[str], env: dict[str, str], port: int, path: str
-) -> AsyncGenerator[httpx.AsyncClient, None]:
+) -> AsyncGenerator[httpx2.AsyncClient, None]:
     with tempfile.TemporaryFile() as log:
         process = await asyncio.to_thread(
             subprocess.Popen, command, env=env, stdout=log, stderr=log, cwd=tempfile.gettempdir()
         )
         try:
-            async with httpx.AsyncClient(
+            async with httpx2.AsyncClient(
                 base_url=f"http://127.0.0.1:{port}", timeout=START_S, trust_env=False
             ) as client:
                 try:
@@ -94,7 +94,7 @@ async def _running(
             await asyncio.to_thread(process.wait, 60)
 
 
-async def _until_up(client: httpx.AsyncClient, process: "subprocess.Popen[bytes]", path: str) -> None:
+async def _until_up(client: httpx2.AsyncClient, process: "subprocess.Popen[bytes]", path: str) -> None:
     ends = time.monotonic() + START_S
     while time.monotonic() < ends:
         if process.poll() is not None:
@@ -102,6 +102,6 @@ async def _until_up(client: httpx.AsyncClient, process: "subprocess.Popen[bytes]
         try:
             if (await client.get(path)).status_code == 200:
                 return
-        except httpx.TransportError:
+        except httpx2.TransportError:
             await asyncio.sleep(0.1)
     raise Unavailable("the server did not start")

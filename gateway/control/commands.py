@@ -5,25 +5,32 @@ Peer credentials of a unix socket: the user and the process at its other end, re
 Bodies of commands on the control socket and the web page.
 
 Endpoints that answer with a struct as JSON.
+
+Commands to models, which the unix socket and the web page share.
 """
 
 import socket
 import struct
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeVar
+from functools import partial
+from typing import Final, TypeVar
 
 import msgspec
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.access.audit_log import Action, AuditActor, AuditTrail, Fact, entry
-from gateway.errors import ApiError, BadRequest
+from gateway.access.caller import OWNER
+from gateway.control_types import CommandDone, ModelRef, ModelVerb, OrderAccepted
+from gateway.errors import ApiError, BadRequest, from_failure
 from gateway.http.bodies import read_body, send_body
 from gateway.http.direct_write import writer_of
 from gateway.request.record import record_of
-from gateway.workers.pool import Pool
+from gateway.services import Services
+from gateway.workers.supervisor.state import ModelUnavailable
 from protocol.codec import UNREADABLE
 
 # struct ucred of Linux: pid, uid, gid.
@@ -85,37 +92,23 @@ JsonHandler = Callable[[Scope, Receive], Awaitable[msgspec.Struct]]
 class JsonEndpoint:
     """ASGI app of one handler. It is an object, because starlette would call a function with a `Request` instead."""
 
-    def __init__(self, handler: JsonHandler) -> None:
+    def __init__(self, handler: JsonHandler, status: int = 200) -> None:
         self._handler = handler
+        self._status = status
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_body(send, 200, msgspec.json.encode(await self._handler(scope, receive)))
+        await send_body(send, self._status, msgspec.json.encode(await self._handler(scope, receive)))
 
 
 def get(path: str, handler: JsonHandler) -> Route:
     return Route(path, JsonEndpoint(handler), methods=["GET"])
 
 
-def post(path: str, handler: JsonHandler) -> Route:
-    return Route(path, JsonEndpoint(handler), methods=["POST"])
+def post(path: str, handler: JsonHandler, status: int = 200) -> Route:
+    return Route(path, JsonEndpoint(handler, status), methods=["POST"])
 
-
-ModelVerb = Literal["load", "unload", "restart", "pin", "unpin"]
-# A verb, its name in the audit log, and the function that carries it out for a model.
-ModelCommand = tuple[ModelVerb, Action, Callable[[str], Awaitable[None]]]
 
 _SCOPE_KEY: Final = "mlxd.command"
-
-
-def model_commands(pool: Pool) -> tuple[ModelCommand, ...]:
-    """Return the commands to a model, which the unix socket and the web page offer."""
-    return (
-        ("load", "model.load", pool.load),
-        ("unload", "model.unload", pool.unload),
-        ("restart", "model.restart", pool.restart),
-        ("pin", "model.pin", pool.pin),
-        ("unpin", "model.unpin", pool.unpin),
-    )
 
 
 @dataclass(slots=True)
@@ -165,3 +158,60 @@ def note(scope: Scope, command: Command) -> Command:
     """Set the command of a request, for the audit log."""
     scope[_SCOPE_KEY] = command
     return command
+
+
+# A verb, its name in the audit log, and the function that carries it out for a model.
+_ModelCommand = tuple[ModelVerb, Action, Callable[[str], Awaitable[None]]]
+_model_ref: Final = msgspec.json.Decoder(ModelRef)
+
+
+class ModelCommands:
+    """Endpoints of the commands to models.
+
+    If `waits`, a caller gets the result of its command. Otherwise it gets 202 immediately: the model's `last_failure`
+    shows a failure, and a repeated command joins the running one.
+    """
+
+    def __init__(self, services: Services, *, waits: bool) -> None:
+        self._services = services
+        self._waits = waits
+        self._running: set[tuple[ModelVerb, str]] = set()
+
+    def routes(self, prefix: str) -> list[Route]:
+        """Return one route for each verb."""
+        pool = self._services.pool
+        commands: tuple[_ModelCommand, ...] = (
+            ("load", "model.load", pool.load),
+            ("unload", "model.unload", pool.unload),
+            ("restart", "model.restart", pool.restart),
+            ("pin", "model.pin", pool.pin),
+            ("unpin", "model.unpin", pool.unpin),
+        )
+        status = 200 if self._waits else 202
+        return [post(f"{prefix}/models/{each[0]}", partial(self._take, each), status) for each in commands]
+
+    async def _take(self, command: _ModelCommand, scope: Scope, receive: Receive) -> CommandDone | OrderAccepted:
+        """Carry out `POST` with `{"model": NAME}`, or start to."""
+        verb, action, run = command
+        ref = await read_order(scope, receive, _model_ref, 'The body must be {"model": NAME}')
+        audited = note(scope, Command(action, ref.model))
+        audited.target = model = self._services.live.router.resolve(ref.model, OWNER).name
+        if not self._waits:
+            if (verb, model) not in self._running:
+                self._running.add((verb, model))
+                self._services.tasks.start(self._carry_out(verb, model, run), f"{verb} of model {model}")
+            return OrderAccepted(model, verb)
+        worker = self._services.pool.worker(model)
+        try:
+            await run(model)
+        except ModelUnavailable as error:
+            raise from_failure(error.failure, error.retry_after_s, is_operator=True) from None
+        return CommandDone(model, str(worker.state))
+
+    async def _carry_out(self, verb: ModelVerb, model: str, run: Callable[[str], Awaitable[None]]) -> None:
+        try:
+            # The model's state machine logs a failure and reports it to all viewers.
+            with suppress(ModelUnavailable):
+                await run(model)
+        finally:
+            self._running.discard((verb, model))

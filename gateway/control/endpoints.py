@@ -18,12 +18,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope
 
 import protocol
-from gateway.access.audit_log import Action
 from gateway.access.caller import OWNER
 from gateway.access.ledger import DIMENSIONS, LedgerLine
 from gateway.adapter_loads import NotAllowed, allowed_path, with_adapter
 from gateway.config.settings import Config, ConfigError, ModelConfig, url_of
-from gateway.control.commands import Command, JsonHandler, get, model_commands, note, post, read_order
+from gateway.control.commands import Command, JsonHandler, ModelCommands, get, note, post, read_order
 from gateway.control_types import (
     AdapterList,
     AdapterLoad,
@@ -31,14 +30,12 @@ from gateway.control_types import (
     AdapterStatus,
     CancelResult,
     ClearedCaptures,
-    CommandDone,
     DaemonStatus,
     DrainRequest,
     DrainResult,
     GroupStatus,
     KeyUsage,
     MemoryStatus,
-    ModelRef,
     ModelStatus,
     RankStatus,
     ReloadResult,
@@ -278,7 +275,6 @@ def status_of(services: Services, model: str, name: str, *, is_configured: bool)
 PAUSE_POLL_S: Final = 0.05
 USAGE_DAYS: Final = 30
 
-_model_ref = msgspec.json.Decoder(ModelRef)
 _drain_order = msgspec.json.Decoder(DrainRequest)
 
 
@@ -291,10 +287,7 @@ def routes(
         get("/v1/status", endpoints.show_status),
         get("/v1/keys/usage", endpoints.usage_by_key),
         get("/v1/usage", endpoints.usage_by_day),
-        *(
-            post(f"/v1/models/{verb}", endpoints.command(action, run))
-            for verb, action, run in model_commands(services.pool)
-        ),
+        *ModelCommands(services, waits=True).routes("/v1"),
         post("/v1/config/reload", _reload_with(reloader)),
         post("/v1/drain", endpoints.drain_with(drain)),
         post("/v1/undrain", endpoints.undrain),
@@ -391,22 +384,6 @@ class DaemonEndpoints:
             raise BadRequest(f"'by' is a list of {', '.join(DIMENSIONS)}.", "by", "invalid_value")
         lines = [_usage_line(line, by) for line in await ledger.lines(first, last, by)]
         return UsageLines(first.isoformat(), last.isoformat(), by, lines)
-
-    def command(self, action: Action, run: Callable[[str], Awaitable[None]]) -> JsonHandler:
-        """Return the handler of `POST` with `{"model": NAME}`, which answers when `run` has returned."""
-
-        async def handler(scope: Scope, receive: Receive) -> CommandDone:
-            ref = await read_order(scope, receive, _model_ref, 'The body must be {"model": NAME}')
-            command = note(scope, Command(action, ref.model))
-            command.target = name = self._services.live.router.resolve(ref.model, OWNER).name
-            worker = self._services.pool.worker(name)
-            try:
-                await run(name)
-            except ModelUnavailable as error:
-                raise from_failure(error.failure, error.retry_after_s, is_operator=True) from None
-            return CommandDone(name, str(worker.state))
-
-        return handler
 
     def drain_with(self, drain: Callable[[float | None], Awaitable[int]]) -> JsonHandler:
         """Return the handler of `POST /v1/drain`, which answers when every request has ended or is cut off."""

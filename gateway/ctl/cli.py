@@ -16,7 +16,7 @@ import msgspec
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from gateway.control_types import CommandDone
+from gateway.control_types import CommandDone, ModelVerb
 from gateway.ctl import (
     batches,
     cache,
@@ -224,7 +224,7 @@ def chat(
     talking.talk(model, prompt, talking.ChatOptions(system, max_tokens, temperature), json=json)
 
 
-def _model_verb(verb: str, help: str, state: str = "") -> None:
+def _model_verb(verb: ModelVerb, help: str, state: str = "") -> None:
     """Add a verb that sends a command for one model. `state`, if given, is printed in place of the state that the
     daemon reports.
     """

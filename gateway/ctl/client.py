@@ -13,7 +13,7 @@ from gateway.command_failed import CommandFailed
 from gateway.control_types import DaemonStatus, DeepHealth
 
 if TYPE_CHECKING:
-    import httpx
+    import httpx2
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -78,27 +78,27 @@ def _deltas(lines: Iterator[str]) -> Generator[dict[str, Any], None, None]:
 
 
 @contextmanager
-def _admin(timeout_s: float | None) -> "Generator[httpx.Client, None, None]":
-    import httpx
+def _admin(timeout_s: float | None) -> "Generator[httpx2.Client, None, None]":
+    import httpx2
 
     socket = admin_socket()
-    transport = httpx.HTTPTransport(uds=str(socket))
+    transport = httpx2.HTTPTransport(uds=str(socket))
     try:
-        with httpx.Client(transport=transport, base_url="http://mlxd", timeout=timeout_s, trust_env=False) as client:
+        with httpx2.Client(transport=transport, base_url="http://mlxd", timeout=timeout_s, trust_env=False) as client:
             yield client
-    except httpx.ConnectError:
+    except httpx2.ConnectError:
         raise CommandFailed(
             f"mlxd does not run (nothing answers at {socket}). Start it with: mlxctl serve\n"
             "If it runs with another home, set MLXD_HOME to it.",
             NOT_RUNNING,
         ) from None
-    except httpx.TimeoutException:
+    except httpx2.TimeoutException:
         raise CommandFailed("mlxd does not answer in time") from None
-    except httpx.TransportError as error:
+    except httpx2.TransportError as error:
         raise CommandFailed(f"the connection to mlxd was lost: {error}") from None
 
 
-def _read(response: "httpx.Response", kind: type[T], good: tuple[int, ...] = (200,)) -> T:
+def _read(response: "httpx2.Response", kind: type[T], good: tuple[int, ...] = (200,)) -> T:
     if response.status_code not in good:
         raise CommandFailed(_message(response))
     try:
@@ -107,7 +107,7 @@ def _read(response: "httpx.Response", kind: type[T], good: tuple[int, ...] = (20
         raise CommandFailed(f"mlxd's answer was not understood; is it of another version? ({error})") from None
 
 
-def _message(response: "httpx.Response") -> str:
+def _message(response: "httpx2.Response") -> str:
     try:
         error = response.json()["error"]
         if error["code"] == "unknown_url":

@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 from urllib.parse import urljoin, urlsplit
 
 import certifi
-import httpcore
+import httpcore2
 import psutil
 
 from gateway.media.media_reference import FetchFailed, TooManyBytes
@@ -96,17 +96,17 @@ class Fetcher:
             async with asyncio.timeout(timeout_s):
                 # The first call of `_tls` reads the certificate authorities from the disk.
                 tls = await asyncio.to_thread(_tls)
-                async with httpcore.AsyncConnectionPool(ssl_context=tls, network_backend=self._backend) as pool:
+                async with httpcore2.AsyncConnectionPool(ssl_context=tls, network_backend=self._backend) as pool:
                     return await self._follow(pool, url, limit_bytes, take)
         except TimeoutError:
             raise FetchFailed(f"it took longer than {timeout_s:g} seconds") from None
-        except (httpcore.ConnectError, httpcore.ConnectTimeout):
+        except (httpcore2.ConnectError, httpcore2.ConnectTimeout):
             raise FetchFailed("its server cannot be reached") from None
-        except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException):
+        except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException):
             raise FetchFailed("its server broke off, or does not speak HTTP") from None
 
     async def _follow(
-        self, pool: httpcore.AsyncConnectionPool, url: str, limit_bytes: int, take: Callable[[int], None]
+        self, pool: httpcore2.AsyncConnectionPool, url: str, limit_bytes: int, take: Callable[[int], None]
     ) -> bytes:
         for _ in range(REDIRECTS_MAX + 1):
             check_url(url)
@@ -142,15 +142,15 @@ def check_url(url: str) -> None:
 
 
 @asynccontextmanager
-async def _opened(pool: httpcore.AsyncConnectionPool, url: str) -> AsyncGenerator[httpcore.Response]:
+async def _opened(pool: httpcore2.AsyncConnectionPool, url: str) -> AsyncGenerator[httpcore2.Response]:
     try:
         async with pool.stream("GET", url, headers=_HEADERS) as answer:
             yield answer
-    except (httpcore.UnsupportedProtocol, ValueError, UnicodeError):
+    except (httpcore2.UnsupportedProtocol, ValueError, UnicodeError):
         raise FetchFailed("it is not a valid URL") from None
 
 
-async def _body(answer: httpcore.Response, limit_bytes: int, take: Callable[[int], None]) -> bytes:
+async def _body(answer: httpcore2.Response, limit_bytes: int, take: Callable[[int], None]) -> bytes:
     length = _header(answer, b"content-length")
     if length.isdigit() and (len(length) > 18 or int(length) > limit_bytes):
         raise TooManyBytes("it is too large")
@@ -167,18 +167,18 @@ async def _body(answer: httpcore.Response, limit_bytes: int, take: Callable[[int
     return b"".join(chunks)
 
 
-def _header(answer: httpcore.Response, name: bytes) -> str:
+def _header(answer: httpcore2.Response, name: bytes) -> str:
     values = [value for key, value in answer.headers if key.lower() == name]
     return values[0].decode("latin-1").strip() if values else ""
 
 
-class _GuardedBackend(httpcore.AsyncNetworkBackend):
+class _GuardedBackend(httpcore2.AsyncNetworkBackend):
     """Network backend that connects only to permitted addresses of the host name that was checked."""
 
     def __init__(self, resolve: Resolver, may_dial: Callable[[IPAddress], bool]) -> None:
         self._resolve = resolve
         self._may_dial = may_dial
-        self._inner = cast(httpcore.AsyncNetworkBackend, httpcore.AnyIOBackend())
+        self._inner = cast(httpcore2.AsyncNetworkBackend, httpcore2.AnyIOBackend())
 
     async def connect_tcp(
         self,
@@ -186,8 +186,8 @@ class _GuardedBackend(httpcore.AsyncNetworkBackend):
         port: int,
         timeout: float | None = None,
         local_address: str | None = None,
-        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
-    ) -> httpcore.AsyncNetworkStream:
+        socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
+    ) -> httpcore2.AsyncNetworkStream:
         try:
             addresses = list(await self._resolve(host, port))
         except (OSError, UnicodeError):

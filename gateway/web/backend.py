@@ -4,8 +4,6 @@ The configuration on the web page, which can show, check and reload it but never
 
 Settings of clients for this mlxd, shown on the web page as `mlxctl connect` prints them. No file is written.
 
-Commands for models from the web page. They are accepted immediately and carried out by a task.
-
 API keys on the web page: list, create, rotate, revoke. Only the command line changes admin keys.
 
 Models on the web page: those on this machine, downloads, and those on the hub, which a child process queries.
@@ -15,7 +13,7 @@ import asyncio
 import difflib
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Final, TypeVar
 
@@ -33,8 +31,7 @@ from gateway.config.export import to_json, to_toml
 from gateway.config.settings import Config, ConfigError
 from gateway.control import endpoints
 from gateway.control import endpoints as admin
-from gateway.control.commands import AuditedCommand, Command, ModelCommand, get, model_commands, note, read_order
-from gateway.control_types import ModelRef
+from gateway.control.commands import AuditedCommand, Command, ModelCommands, get, note, read_order
 from gateway.errors import BUSY_RETRY_AFTER_S, ApiError, BadRequest, Forbidden, Overloaded, Unavailable
 from gateway.http.bodies import json_response
 from gateway.model_files.metadata import ConfiguredModel, list_models
@@ -61,13 +58,11 @@ from gateway.web.schemas import (
     KeySecret,
     KeyView,
     ModelFilesList,
-    OrderAccepted,
     PullOrder,
     Pulls,
 )
 from gateway.web.session import Entrance, Gate, SessionFile, Sessions, session_of
 from gateway.workers.memory.host import ThisMachine
-from gateway.workers.supervisor.state import ModelUnavailable
 
 
 class Configuration:
@@ -147,46 +142,6 @@ def _setup(client: str, url: str, model: str, context: int, key: str) -> ClientS
 
     data = as_data(setup(client or next(iter(CLIENTS)), Endpoint(url, model, context or DEFAULT_CONTEXT, key)))
     return msgspec.convert(data | {"clients": list(CLIENTS)}, ClientSetup)
-
-
-_model_ref: Final = msgspec.json.Decoder(ModelRef)
-
-
-def model_routes(services: Services, prefix: str) -> list[Route]:
-    """Return one route for each verb."""
-    orders = ModelOrders(services)
-    return [
-        Route(f"{prefix}/models/{command[0]}", partial(orders.accept, command), methods=["POST"])
-        for command in model_commands(services.pool)
-    ]
-
-
-class ModelOrders:
-    """Commands that are being carried out. A repeated command joins the running one."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._running: set[tuple[str, str]] = set()
-
-    async def accept(self, command: ModelCommand, request: Request) -> Response:
-        """Answer `POST /ui/api/models/VERB`. If the command fails, the model's `last_failure` shows it."""
-        verb, action, run = command
-        ref = await read_order(request.scope, request.receive, _model_ref)
-        order = note(request.scope, Command(action, ref.model))
-        order.target = model = self._services.live.router.resolve(ref.model, OWNER).name
-        key = (verb, model)
-        if key not in self._running:
-            self._running.add(key)
-            self._services.tasks.start(self._carry_out(key, model, run), f"{verb} of model {model}")
-        return json_response(OrderAccepted(model, verb), 202)
-
-    async def _carry_out(self, key: tuple[str, str], model: str, run: Callable[[str], Awaitable[None]]) -> None:
-        try:
-            await run(model)
-        except ModelUnavailable:
-            pass  # The model's state machine has logged the error and reports it to all viewers.
-        finally:
-            self._running.discard(key)
 
 
 T = TypeVar("T")
@@ -438,7 +393,7 @@ class Backend:
             Route(f"{PREFIX}/connect", partial(client_setup, services), methods=["GET"]),
             Route(f"{PREFIX}/feed", self.feed, methods=["GET"]),
             *endpoints.request_routes(services, PREFIX),
-            *model_routes(services, PREFIX),
+            *ModelCommands(services, waits=False).routes(PREFIX),
             *ModelFinder(services, self.downloads).routes(PREFIX),
             *self._configuration.routes(PREFIX),
             *Keys(services).routes(PREFIX),

@@ -55,13 +55,6 @@ class Me(Struct, frozen=True):
     usage: OwnUsage | None = None
 
 
-class OrderAccepted(Struct, frozen=True):
-    """Answer 202: the command was accepted. The feed shows its progress, and the model's `last_failure` its failure."""
-
-    model: str
-    order: Literal["load", "unload", "restart", "pin", "unpin"]
-
-
 class ModelFilesList(Struct, frozen=True):
     """`GET models`. The `state` of a model that is only in the cache is `not configured`."""
 

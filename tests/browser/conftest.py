@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-import httpx
+import httpx2
 import pytest
 
 from tests.browser.waiting import deadline_s
@@ -150,8 +150,8 @@ def check(visit: Visit, expected: tuple[str, ...]) -> None:
 
 def code_of(daemon: DaemonProcess) -> str:
     """A one-time link to the page, as `mlxctl ui --print` gets it."""
-    transport = httpx.HTTPTransport(uds=str(daemon.home / "run" / "admin.sock"))
-    with httpx.Client(transport=transport, base_url="http://mlxd", timeout=deadline_s()) as client:
+    transport = httpx2.HTTPTransport(uds=str(daemon.home / "run" / "admin.sock"))
+    with httpx2.Client(transport=transport, base_url="http://mlxd", timeout=deadline_s()) as client:
         answer = client.post("/v1/ui/code")
         assert answer.status_code == 200, answer.text
         return answer.json()["url"]

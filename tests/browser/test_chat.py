@@ -2,7 +2,7 @@
 
 import json
 
-import httpx
+import httpx2
 import pytest
 
 from tests.browser.conftest import Visiting
@@ -181,8 +181,8 @@ def test_an_unknown_model_is_told_and_can_be_changed(talkative: DaemonProcess, v
 
 
 def _running(daemon: DaemonProcess) -> int:
-    transport = httpx.HTTPTransport(uds=str(daemon.home / "run" / "admin.sock"))
-    with httpx.Client(transport=transport, base_url="http://mlxd", timeout=deadline_s()) as client:
+    transport = httpx2.HTTPTransport(uds=str(daemon.home / "run" / "admin.sock"))
+    with httpx2.Client(transport=transport, base_url="http://mlxd", timeout=deadline_s()) as client:
         return len(client.get("/v1/requests").json()["requests"])
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from tests.browser.conftest import SCRIPTED_DAEMON, Visit, Visiting, code_of
@@ -172,7 +172,7 @@ def test_a_key_is_made_used_rotated_and_revoked(visiting: Visiting) -> None:
 
 def status(daemon: DaemonProcess, key: str) -> int:
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    return httpx.get(f"{daemon.url}/v1/models", headers=headers, timeout=deadline_s()).status_code
+    return httpx2.get(f"{daemon.url}/v1/models", headers=headers, timeout=deadline_s()).status_code
 
 
 def test_a_reload_is_checked_and_shows_its_changes(visiting: Visiting) -> None:

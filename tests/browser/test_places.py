@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
-import httpx
+import httpx2
 import pytest
 import uvicorn
 from starlette.applications import Starlette
@@ -55,7 +55,7 @@ def below_a_path(talkative: DaemonProcess) -> Iterator[str]:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with httpx.AsyncClient(base_url=talkative.url, timeout=60) as client:
+        async with httpx2.AsyncClient(base_url=talkative.url, timeout=60) as client:
             app.state.client = client
             yield
 
@@ -64,7 +64,7 @@ def below_a_path(talkative: DaemonProcess) -> Iterator[str]:
         # The daemon believes itself at its own address: a proxy's `Origin` is the page's.
         headers = {name: value for name, value in request.headers.items() if name not in ("host", "origin")}
         target = f"{path}?{request.url.query}" if request.url.query else path
-        client: httpx.AsyncClient = request.app.state.client
+        client: httpx2.AsyncClient = request.app.state.client
         sent = client.build_request(request.method, target, headers=headers, content=await request.body())
         answer = await client.send(sent, stream=True)
 

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 
-import httpx
+import httpx2
 import pytest
 from PIL import Image
 
@@ -138,7 +138,7 @@ _CHARTED = """async (points) => {
 
 def load(url: str, model: str, stop: threading.Event) -> None:
     """Requests of a model, one after the other."""
-    with httpx.Client(base_url=url, timeout=deadline_s()) as client:
+    with httpx2.Client(base_url=url, timeout=deadline_s()) as client:
         while not stop.is_set():
             body = {"model": model, "messages": [{"role": "user", "content": "count"}], "max_tokens": 150}
             client.post("/v1/chat/completions", json=body)

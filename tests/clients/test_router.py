@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from tests.clients.install import pypi
@@ -37,7 +37,7 @@ def configuration(*urls: str) -> str:
 
 
 @contextmanager
-def proxy(folder: Path, *urls: str) -> Iterator[httpx.AsyncClient]:
+def proxy(folder: Path, *urls: str) -> Iterator[httpx2.AsyncClient]:
     """LiteLLM's proxy before these daemons."""
     command = pypi("litellm-proxy", PROXY) / "litellm"
     (folder / "litellm.yaml").write_text(configuration(*urls))
@@ -61,7 +61,7 @@ def proxy(folder: Path, *urls: str) -> Iterator[httpx.AsyncClient]:
             assert time.monotonic() < end, log.read_text()
             time.sleep(0.2)
         headers = {"authorization": f"Bearer {MASTER_KEY}"}
-        yield httpx.AsyncClient(base_url=url, headers=headers, timeout=patient(120))
+        yield httpx2.AsyncClient(base_url=url, headers=headers, timeout=patient(120))
     finally:
         process.kill()
         process.wait()
@@ -69,8 +69,8 @@ def proxy(folder: Path, *urls: str) -> Iterator[httpx.AsyncClient]:
 
 def _answers(url: str) -> bool:
     try:
-        return httpx.get(url).status_code == 200
-    except httpx.TransportError:
+        return httpx2.get(url).status_code == 200
+    except httpx2.TransportError:
         return False
 
 
@@ -79,7 +79,7 @@ def metric(daemon: DaemonProcess, name: str) -> float:
     return sum(float(value) for value in re.findall(rf"^{name}\S* (\S+)$", text, flags=re.MULTILINE))
 
 
-async def ask(client: httpx.AsyncClient) -> httpx.Response:
+async def ask(client: httpx2.AsyncClient) -> httpx2.Response:
     body = {"model": "coder", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40}
     return await client.post("/v1/chat/completions", json=body)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from email.parser import Parser
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from protocol import __version__
@@ -102,7 +102,7 @@ def test_a_distribution_installs_and_serves_the_demo_model_and_the_page(
         question = {"model": "demo", "messages": [{"role": "user", "content": "Who are you?"}]}
         answer = daemon.client.post("/v1/chat/completions", json=question, timeout=patient(60)).json()
         assert "demo model of mlxd" in answer["choices"][0]["message"]["content"]
-        page = httpx.get(f"{daemon.url}/ui/")
+        page = httpx2.get(f"{daemon.url}/ui/")
         assert (page.status_code, page.headers["content-type"].split(";")[0]) == (200, "text/html")
         # From where no checkout is.
         command = Path(f"/proc/{daemon.process.pid}/cmdline")

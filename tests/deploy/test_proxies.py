@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from tests.support.certificates import HOST, Authority
@@ -34,7 +34,7 @@ class Behind:
     """A daemon, and a client that reaches it through a proxy."""
 
     daemon: DaemonProcess
-    client: httpx.Client
+    client: httpx2.Client
     port: int
     context: ssl.SSLContext
 
@@ -89,8 +89,8 @@ def behind(name: str, *options: str, timeout: str = "1h") -> Iterator[Behind]:
                 wait_for(lambda: process.poll() is not None or is_open(port))
                 assert process.poll() is None, (home / "proxy.log").read_text()
                 context = authority.client()
-                transport = httpx.HTTPTransport(verify=context, local_address=CLIENT)
-                with httpx.Client(
+                transport = httpx2.HTTPTransport(verify=context, local_address=CLIENT)
+                with httpx2.Client(
                     transport=transport, base_url=f"https://{HOST}:{port}", timeout=patient(DEADLINE_S)
                 ) as client:
                     yield Behind(daemon, client, port, context)

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import msgspec
 import uvicorn
 from starlette.types import ASGIApp
@@ -52,7 +52,7 @@ class Gateway:
 
     url: str
     port: int
-    client: httpx.AsyncClient
+    client: httpx2.AsyncClient
     app: App
     admin: ASGIApp
     pool: Pool
@@ -154,7 +154,7 @@ async def running(
     )
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=patient(DEADLINE_S), verify=verify) as client:
+        async with httpx2.AsyncClient(base_url=url, timeout=patient(DEADLINE_S), verify=verify) as client:
             admin = create_admin_app(app, Reloader(app, lambda: config), url, never_drained)
             yield Gateway(url, port, client, app, admin, pool, link, metrics)
     finally:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import msgspec
 import pytest
 
@@ -36,7 +36,7 @@ class Reloadable:
     gateway: Gateway
     path: Path
     reloader: Reloader
-    admin: httpx.AsyncClient
+    admin: httpx2.AsyncClient
 
     def write(self, text: str) -> None:
         self.path.write_text(text)
@@ -48,7 +48,7 @@ class Reloadable:
     def epoch(self, model: str) -> int:
         return self.gateway.pool.worker(model).epoch
 
-    async def answer(self, model: str = "a", **fields: object) -> httpx.Response:
+    async def answer(self, model: str = "a", **fields: object) -> httpx2.Response:
         return await self.gateway.client.post("/v1/chat/completions", json=chat(model=model) | fields)
 
 
@@ -69,8 +69,8 @@ async def reloadable(home: Path, text: str = BEFORE, *options: str) -> AsyncGene
     async with running(home, options, list(config.models.values()), config.server) as gateway:
         reloader = Reloader(gateway.app, lambda: load_config(home, has_keys=has_keys))
         admin = create_admin_app(gateway.app, reloader, url_of(config.server), never_drained)
-        transport = httpx.ASGITransport(admin)
-        async with httpx.AsyncClient(transport=transport, base_url="http://mlxd") as client:
+        transport = httpx2.ASGITransport(admin)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://mlxd") as client:
             yield Reloadable(gateway, path, reloader, client)
 
 
@@ -380,7 +380,7 @@ def held_by(may_end: Path) -> dict[str, Any]:
     return STREAM | {"messages": [{"role": "user", "content": f"hold {may_end}"}]}
 
 
-def words(answer: httpx.Response) -> tuple[str, list[str]]:
+def words(answer: httpx2.Response) -> tuple[str, list[str]]:
     """All that a stream said, however it was cut into events, and how it ended."""
     choices = [event["choices"][0] for event in events(answer.text) if "choices" in event]
     assert answer.text.rstrip().endswith("[DONE]")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from gateway.access.key import has_keys
@@ -29,7 +29,7 @@ class Served:
     """A gateway with adapters, its control socket's API, and the folder that adapters may be loaded from."""
 
     gateway: Gateway
-    admin: httpx.AsyncClient
+    admin: httpx2.AsyncClient
     reloader: Reloader
     folder: Path
     model: Path
@@ -43,7 +43,7 @@ class Served:
         assert isinstance(body["choices"][0]["message"]["content"], str)
         return body["choices"][0]["message"]["content"]
 
-    async def order(self, verb: str, **body: Any) -> httpx.Response:
+    async def order(self, verb: str, **body: Any) -> httpx2.Response:
         return await self.admin.post(f"/v1/{verb}_lora_adapter", json=body)
 
 
@@ -74,8 +74,8 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ser
         async with running(home, models=list(config.models.values()), command=default_command) as gateway:
             reloader = Reloader(gateway.app, lambda: load_config(home, has_keys=has_keys))
             app = create_admin_app(gateway.app, reloader, gateway.url, never_drained)
-            transport = httpx.ASGITransport(app=app)
-            async with httpx.AsyncClient(
+            transport = httpx2.ASGITransport(app=app)
+            async with httpx2.AsyncClient(
                 transport=transport, base_url="http://x", timeout=patient(DEADLINE_S)
             ) as admin:
                 yield Served(gateway, admin, reloader, home / "adapters", model)

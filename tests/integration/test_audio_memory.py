@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from tests.support.audio_models import build_moonshine, tone
@@ -26,12 +26,12 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
             yield made
 
 
-def heard(daemon: DaemonProcess, clip: bytes, model: str = "ear") -> httpx.Response:
+def heard(daemon: DaemonProcess, clip: bytes, model: str = "ear") -> httpx2.Response:
     return daemon.client.post("/v1/audio/transcriptions", files={"file": ("a.wav", clip)}, data={"model": model})
 
 
 def states(daemon: DaemonProcess) -> dict[str, str]:
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(daemon.home / "run" / "admin.sock"))) as admin:
+    with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(daemon.home / "run" / "admin.sock"))) as admin:
         models: list[dict[str, Any]] = admin.get("http://mlxd/v1/status").json()["models"]
     return {model["name"]: model["state"] for model in models}
 

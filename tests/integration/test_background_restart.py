@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from tests.support.daemon import DaemonProcess, write_config
@@ -110,7 +110,7 @@ def test_readers_of_a_daemon_that_ends_are_cut_off_and_find_the_response_going_o
             with first.client.stream("GET", place, timeout=patient(DEADLINE_S)) as response:
                 first.process.send_signal(end)
                 # Not an end, which a client could take for that of the response.
-                with pytest.raises(httpx.RemoteProtocolError):
+                with pytest.raises(httpx2.RemoteProtocolError):
                     list(response.iter_lines())
             assert first.wait() == 0
             assert '"level":"error"' not in (home / "logs" / "mlxd.log").read_text()

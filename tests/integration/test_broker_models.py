@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-import httpx
+import httpx2
 import psutil
 import pytest
 
@@ -39,7 +39,7 @@ class Daemon(DaemonProcess):
     """With real workers, and a look at its books."""
 
     def status(self) -> dict[str, Any]:
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(self.home / "run" / "admin.sock"))) as admin:
+        with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(self.home / "run" / "admin.sock"))) as admin:
             return admin.get("http://mlxd/v1/status").json()
 
     def model(self, name: str) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def bodies(count: int, models: Sequence[str], seed: int = 5) -> list[dict[str, A
     return made
 
 
-async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[int, str]:
+async def ask(client: httpx2.AsyncClient, body: dict[str, Any]) -> tuple[int, str]:
     """Status and text of one request; its stream must have ended as it should."""
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     if not body.get("stream"):
@@ -141,13 +141,13 @@ def _text(choice: dict[str, Any]) -> str:
 async def ask_all(url: str, requests: Sequence[dict[str, Any]], concurrency: int) -> list[tuple[int, str]]:
     turn = asyncio.Semaphore(concurrency)
 
-    async def one(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[int, str]:
+    async def one(client: httpx2.AsyncClient, body: dict[str, Any]) -> tuple[int, str]:
         async with turn:
             return await ask(client, body)
 
     async with (
         asyncio.timeout(patient(DEADLINE_S)),
-        httpx.AsyncClient(base_url=url, timeout=patient(DEADLINE_S)) as client,
+        httpx2.AsyncClient(base_url=url, timeout=patient(DEADLINE_S)) as client,
     ):
         return list(await asyncio.gather(*(one(client, body) for body in requests)))
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from tests.gateway.request.test_in_flight import files as captures
@@ -57,8 +57,8 @@ def log_of(home: Path) -> str:
 
 def listed(home: Path) -> int:
     """Number of captured requests that the daemon lists."""
-    transport = httpx.HTTPTransport(uds=str(home / "run" / "admin.sock"))
-    with httpx.Client(transport=transport, base_url="http://mlxd", timeout=patient(DEADLINE_S)) as admin:
+    transport = httpx2.HTTPTransport(uds=str(home / "run" / "admin.sock"))
+    with httpx2.Client(transport=transport, base_url="http://mlxd", timeout=patient(DEADLINE_S)) as admin:
         return len(admin.get("/v1/requests?captured=1").json()["captured"])
 
 
@@ -160,7 +160,7 @@ def test_a_prefix_cache_that_cannot_be_written_costs_no_answer(home: Path) -> No
     write_config(home, ["a"])
     with DaemonProcess(home, module="gateway.main") as daemon:
 
-        def chat(text: str) -> httpx.Response:
+        def chat(text: str) -> httpx2.Response:
             messages = [{"role": "user", "content": text}]
             body = {"model": "a", "messages": messages, "max_tokens": 8, "temperature": 0}
             return daemon.client.post("/v1/chat/completions", json=body)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from tests.support.daemon import DaemonProcess, is_running, stream_text, write_config
@@ -50,9 +50,11 @@ class Stream(threading.Thread):
     def run(self) -> None:
         body = {"model": self.model, "prompt": self.prompt, "max_tokens": self.max_tokens, "stream": True}
         try:
-            with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=patient(DEADLINE_S)) as response:
+            with httpx2.stream(
+                "POST", f"{self.url}/v1/completions", json=body, timeout=patient(DEADLINE_S)
+            ) as response:
                 self.lines.extend(line for line in response.iter_lines() if line)
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             self.error = error
 
     def finish(self) -> list[str]:
@@ -240,7 +242,7 @@ def test_a_worker_that_ignores_signals_does_not_outlive_a_second_one(home: Path)
 def test_a_killed_worker_is_a_pause_for_its_streams_and_nothing_for_others(home: Path) -> None:
     with DaemonProcess(home) as daemon:
         doomed, neighbour = Stream(daemon.url, max_tokens=200), Stream(daemon.url, model="b", max_tokens=200)
-        status = httpx.Client(transport=httpx.HTTPTransport(uds=str(home / "run" / "admin.sock")))
+        status = httpx2.Client(transport=httpx2.HTTPTransport(uds=str(home / "run" / "admin.sock")))
         with status:
             models = {m["name"]: m for m in status.get("http://mlxd/v1/status").json()["models"]}
         os.kill(models["a"]["pid"], signal.SIGKILL)

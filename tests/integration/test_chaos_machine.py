@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import psutil
 import pytest
 from msgspec.structs import replace
@@ -78,10 +78,10 @@ def fill(daemon: DaemonProcess, count: int) -> list[socket.socket]:
 @pytest.mark.parametrize("files", [256, *scaled([512], [])])
 def test_clients_cannot_take_the_descriptors_that_workers_and_mlxctl_need(home: Path, files: int) -> None:
     write_config(home, server="trusted_proxies = ['127.0.0.1']")
-    admin = httpx.HTTPTransport(uds=str(home / "run" / "admin.sock"))
+    admin = httpx2.HTTPTransport(uds=str(home / "run" / "admin.sock"))
     with (
         DaemonProcess(home, "--step-ms 1", files=files) as daemon,
-        httpx.Client(transport=admin, base_url="http://mlxd", timeout=patient(DEADLINE_S)) as mlxctl,
+        httpx2.Client(transport=admin, base_url="http://mlxd", timeout=patient(DEADLINE_S)) as mlxctl,
     ):
         # A connection of its own for each: one that is kept is the longest idle, and gives way.
         daemon.client.headers["connection"] = "close"
@@ -112,8 +112,8 @@ def test_clients_of_the_admin_socket_have_a_bound_of_their_own(home: Path) -> No
         for _ in range(200):
             idle.append(socket.socket(socket.AF_UNIX))
             idle[-1].connect(path)
-        with httpx.Client(
-            transport=httpx.HTTPTransport(uds=path), base_url="http://m", timeout=patient(DEADLINE_S)
+        with httpx2.Client(
+            transport=httpx2.HTTPTransport(uds=path), base_url="http://m", timeout=patient(DEADLINE_S)
         ) as mlxctl:
             assert mlxctl.get("/v1/status").status_code == 200
         assert psutil.Process(daemon.process.pid).num_fds() < 128

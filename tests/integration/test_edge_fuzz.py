@@ -11,7 +11,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
-import httpx
+import httpx2
 import psutil
 import pytest
 
@@ -119,8 +119,8 @@ async def run(port: int, daemon: DaemonProcess, findings: Findings, seed: int, c
 
 def restart_a_worker(daemon: DaemonProcess) -> None:
     """As `mlxctl restart` does: a worker starts and connects amid all that."""
-    transport = httpx.HTTPTransport(uds=str(daemon.home / "run" / "admin.sock"))
-    with httpx.Client(transport=transport, base_url="http://mlxd", timeout=patient(SETTLE_S)) as admin:
+    transport = httpx2.HTTPTransport(uds=str(daemon.home / "run" / "admin.sock"))
+    with httpx2.Client(transport=transport, base_url="http://mlxd", timeout=patient(SETTLE_S)) as admin:
         assert admin.post("/v1/models/restart", json={"model": "m"}).status_code == 200
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from tests.support.ctl import ctl
@@ -32,7 +32,7 @@ def test_the_status_says_which_port_was_taken(daemon: DaemonProcess) -> None:
 
 def test_a_request_is_shown_cancelled_and_found_again_until_captures_are_cleared(daemon: DaemonProcess) -> None:
     home = daemon.home
-    answers: list[httpx.Response] = []
+    answers: list[httpx2.Response] = []
     body = {"model": "a", "prompt": "hello", "max_tokens": 1_000_000}
 
     def ask() -> None:

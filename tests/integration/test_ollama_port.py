@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 
-import httpx
+import httpx2
 
 from tests.support.daemon import ROOT, DaemonProcess, write_config
 from tests.support.pool import short_home
@@ -22,7 +22,7 @@ def test_both_ports_serve_all_apis_and_one_says_that_ollama_is_running() -> None
     with short_home() as home:
         port = free_port()
         write_config(home, ("a",), server=f"ollama_port = {port}")
-        with DaemonProcess(home) as daemon, httpx.Client(base_url=f"http://127.0.0.1:{port}") as other:
+        with DaemonProcess(home) as daemon, httpx2.Client(base_url=f"http://127.0.0.1:{port}") as other:
             assert (other.get("/").text, other.head("/").status_code) == ("Ollama is running", 200)
             assert daemon.client.get("/").json()["name"] == "mlxd"
             for client in (other, daemon.client):

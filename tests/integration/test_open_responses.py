@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final, get_args
 
-import httpx
+import httpx2
 import openresponses_types.types as published
 import pytest
 from pydantic import BaseModel
@@ -40,7 +40,7 @@ def message(role: str, content: Any, **fields: Any) -> dict[str, Any]:
     return {"type": "message", "role": role, "content": content, **fields}
 
 
-def post(demo_daemon: DaemonProcess, path: str = "", **body: Any) -> httpx.Response:
+def post(demo_daemon: DaemonProcess, path: str = "", **body: Any) -> httpx2.Response:
     headers = {"Authorization": "Bearer any"}
     return demo_daemon.client.post(f"/v1/responses{path}", json={"model": "demo", **body}, headers=headers)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from tests.support.ctl import ctl
@@ -79,7 +79,7 @@ def test_an_open_feed_ends_with_the_daemon_and_does_not_hold_it_up(home: Path) -
         is_open = threading.Event()
 
         def view() -> None:
-            with httpx.stream("GET", f"{daemon.url}/ui/api/feed", headers=session, timeout=patient(30)) as answer:
+            with httpx2.stream("GET", f"{daemon.url}/ui/api/feed", headers=session, timeout=patient(30)) as answer:
                 for text in answer.iter_text():
                     told[0] += text
                     is_open.set()

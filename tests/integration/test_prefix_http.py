@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from gateway.access.key import Key, KeyFile
@@ -57,10 +57,10 @@ class Storm:
     aborted: int = 0
 
     async def wave(self, count: int) -> None:
-        async with httpx.AsyncClient(base_url=self.url, timeout=patient(DEADLINE_S)) as client:
+        async with httpx2.AsyncClient(base_url=self.url, timeout=patient(DEADLINE_S)) as client:
             await asyncio.gather(*(self._one(client) for _ in range(count)))
 
-    async def _one(self, client: httpx.AsyncClient) -> None:
+    async def _one(self, client: httpx2.AsyncClient) -> None:
         kind = self.rng.randrange(len(self.bodies))
         if self.rng.random() < 0.2:
             body = self.bodies[kind] | {"model": "m", "stream": True}
@@ -72,7 +72,7 @@ class Storm:
         self.told += 1
 
 
-async def complete(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, str]:
+async def complete(client: httpx2.AsyncClient, body: dict[str, Any]) -> tuple[str, str]:
     answer = await client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
@@ -100,7 +100,7 @@ async def test_many_requests_with_aborts_and_kills_stay_within_small_budgets(mod
     bodies = kinds(30, rng)
     with short_home() as home, started(home, tables, "tests.support.eager_disk_daemon") as daemon:
         folder = home / "cache" / "prefix"
-        async with httpx.AsyncClient(base_url=daemon.url, timeout=patient(DEADLINE_S)) as client:
+        async with httpx2.AsyncClient(base_url=daemon.url, timeout=patient(DEADLINE_S)) as client:
             expected = [await complete(client, body | {"model": "plain"}) for body in bodies]
         assert not list(folder.glob("*/*")), "a model without a cache writes nothing"
         storm = Storm(daemon.url, expected, bodies, rng)
@@ -127,7 +127,7 @@ async def test_many_requests_with_aborts_and_kills_stay_within_small_budgets(mod
 
 def worker_pid(daemon: DaemonProcess) -> int:
     """0 while there is none."""
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(daemon.home / "run" / "admin.sock"))) as admin:
+    with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(daemon.home / "run" / "admin.sock"))) as admin:
         models = admin.get("http://mlxd/v1/status").json()["models"]
     return next(model["pid"] for model in models if model["name"] == "m")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import httpx
+import httpx2
 import mlx.core as mx
 import mlx_lm
 import openai
@@ -79,7 +79,7 @@ def asked(path: str, **fields: Any) -> dict[str, Any]:
     return {"model": "m", "max_tokens": 24, "temperature": 0, "return_token_ids": True} | PROMPTS[path] | fields
 
 
-async def posted(gateway: Gateway, path: str, **fields: Any) -> httpx.Response:
+async def posted(gateway: Gateway, path: str, **fields: Any) -> httpx2.Response:
     reply = await gateway.client.post(path, json=asked(path, **fields))
     assert reply.status_code == 200, reply.text
     assert "x-mlxd-ignored" not in reply.headers

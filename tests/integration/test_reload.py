@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
-import httpx
+import httpx2
 import pytest
 
 from tests.integration.test_chaos_gateway import Stream, wait_until
@@ -32,8 +32,8 @@ class Daemon(DaemonProcess):
     def __enter__(self) -> Self:
         super().__enter__()
         # Made now: making one takes longer than the streams that a reload must hit.
-        transport = httpx.HTTPTransport(uds=str(self.home / "run" / "admin.sock"))
-        self.admin = httpx.Client(transport=transport, base_url="http://mlxd", timeout=patient(DEADLINE_S))
+        transport = httpx2.HTTPTransport(uds=str(self.home / "run" / "admin.sock"))
+        self.admin = httpx2.Client(transport=transport, base_url="http://mlxd", timeout=patient(DEADLINE_S))
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from tests.support.daemon import DaemonProcess, write_config
@@ -68,11 +68,11 @@ class Clients:
     async def run(self, bodies: list[dict[str, Any]]) -> list[Answer]:
         async with (
             asyncio.timeout(patient(DEADLINE_S)),
-            httpx.AsyncClient(base_url=self.url, timeout=patient(DEADLINE_S)) as client,
+            httpx2.AsyncClient(base_url=self.url, timeout=patient(DEADLINE_S)) as client,
         ):
             return list(await asyncio.gather(*(self.ask(client, body) for body in bodies)))
 
-    async def ask(self, client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
+    async def ask(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> Answer:
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         answer = Answer()
         if not body.get("stream"):
@@ -134,7 +134,7 @@ class Daemon(DaemonProcess):
     """With one model, on real workers."""
 
     def model(self) -> dict[str, Any]:
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(self.home / "run" / "admin.sock"))) as admin:
+        with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(self.home / "run" / "admin.sock"))) as admin:
             (model,) = admin.get("http://mlxd/v1/status").json()["models"]
             return model
 
@@ -245,7 +245,7 @@ async def test_a_restart_on_request_is_a_pause_for_sixteen_streams(daemon: Daemo
     clients = Clients(daemon.url)
     running = asyncio.create_task(clients.run(bodies))
     await until(lambda: clients.received > total // 4, DEADLINE_S)
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(daemon.home / "run" / "admin.sock"))) as admin:
+    with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(daemon.home / "run" / "admin.sock"))) as admin:
         done = await asyncio.to_thread(
             lambda: admin.post("http://mlxd/v1/models/restart", json={"model": "m"}, timeout=patient(DEADLINE_S))
         )

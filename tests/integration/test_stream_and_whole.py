@@ -5,7 +5,7 @@ import json
 from collections.abc import AsyncGenerator
 from typing import Any, Final, Protocol
 
-import httpx
+import httpx2
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from hypothesis import HealthCheck, given, settings
@@ -172,7 +172,7 @@ def failure(events: list[Any]) -> str | None:
     return error["message"] if error else None
 
 
-async def ask(gateway: Gateway, dialect: Dialect, script: Script, choices: int, **more: Any) -> httpx.Response:
+async def ask(gateway: Gateway, dialect: Dialect, script: Script, choices: int, **more: Any) -> httpx2.Response:
     body = {"model": "m"} | dialect.body(json.dumps(script), choices) | more
     return await gateway.client.post(dialect.path, json=body)
 

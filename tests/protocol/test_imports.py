@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MLX = {"mlx", "mlx_lm", "mlx_vlm", "transformers", "tokenizers", "numpy"}
-HTTP = {"starlette", "uvicorn", "fastapi", "httpx", "typer", "rich", "prometheus_client"}
+HTTP = {"starlette", "uvicorn", "fastapi", "httpx2", "typer", "rich", "prometheus_client"}
 FORBIDDEN = {
     "protocol": {"gateway", "worker"} | MLX | HTTP,
     "gateway": {"worker"} | MLX,
@@ -61,7 +61,7 @@ def test_a_process_that_imports_a_package_has_loaded_nothing_it_must_not(package
     code = f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\nprint(*sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert ran.returncode == 0, ran.stderr
-    # transformers and huggingface_hub bring httpx and rich along: that is their affair.
+    # transformers and huggingface_hub bring httpx2 and rich along: that is their affair.
     wanted = FORBIDDEN[package] - (HTTP - {"starlette"} if package == "worker" else set())
     assert sorted(wanted & set(ran.stdout.split())) == []
 
@@ -77,7 +77,8 @@ def test_a_daemon_starts_without_the_library_of_the_hub() -> None:
     """A third of its start; the processes that ask the hub and download import it."""
     code = "import sys, gateway.daemon; print(*sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert not {"huggingface_hub", "httpx2"} & set(ran.stdout.split())
+    # httpx2 is the only HTTP client of the product.
+    assert not {"huggingface_hub", "httpx", "httpcore"} & set(ran.stdout.split())
 
 
 def test_only_the_sockets_module_sets_socket_options_of_the_protocol() -> None:

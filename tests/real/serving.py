@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-import httpx
+import httpx2
 
 from benchmarks import blas
 from tests.support.daemon import DaemonProcess
@@ -28,7 +28,7 @@ class Served:
     def _start(self) -> None:
         with mock.patch.dict(os.environ, blas.environment()):
             self.daemon = DaemonProcess(self.home, module="gateway.main").__enter__()
-        self.client = httpx.Client(base_url=self.daemon.url, timeout=patient(ANSWER_S))
+        self.client = httpx2.Client(base_url=self.daemon.url, timeout=patient(ANSWER_S))
 
     @property
     def url(self) -> str:

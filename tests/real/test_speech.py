@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 
@@ -19,7 +19,7 @@ TRANSCRIPTIONS = "/v1/audio/transcriptions"
 TIME = r"\d\d:\d\d:\d\d[.,]\d{3}"
 
 
-def ask(served: Served, samples: Samples, model: str = "base", container: str = "wav", **form: Any) -> httpx.Response:
+def ask(served: Served, samples: Samples, model: str = "base", container: str = "wav", **form: Any) -> httpx2.Response:
     files = {"file": (f"clip.{container}", contained(samples, container))}
     reply = served.client.post(TRANSCRIPTIONS, files=files, data={"model": model, **form})
     assert reply.status_code == 200, reply.text

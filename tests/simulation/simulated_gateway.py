@@ -6,7 +6,7 @@ from collections.abc import Coroutine
 from random import Random
 from typing import Any
 
-import httpx
+import httpx2
 
 from gateway.app import App
 from gateway.config.settings import Config
@@ -37,7 +37,7 @@ class SimulatedGateway:
         random: Random,
         is_listening: asyncio.Event,
         disk: SimulatedDisk,
-        upstreams: httpx.AsyncBaseTransport,
+        upstreams: httpx2.AsyncBaseTransport,
         residency_s: float,
     ) -> None:
         self.world = world

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from random import Random
 from typing import Any
 
-import httpx
+import httpx2
 
 from gateway.config.settings import UpstreamConfig
 from tests.simulation.simulated_worker import PROMPT_TOKENS, STEP_S, answer_ids, text_of
@@ -30,7 +30,7 @@ def upstream_config(models: list[str]) -> UpstreamConfig:
     )
 
 
-class Pieces(httpx.AsyncByteStream):
+class Pieces(httpx2.AsyncByteStream):
     """Body of an answer that is sent at once."""
 
     def __init__(self, data: bytes) -> None:
@@ -40,7 +40,7 @@ class Pieces(httpx.AsyncByteStream):
         yield self._data
 
 
-class SimulatedUpstreams(httpx.AsyncBaseTransport):
+class SimulatedUpstreams(httpx2.AsyncBaseTransport):
     """Connections to the upstream, from any gateway of the world."""
 
     def __init__(self, world: World, random: Random) -> None:
@@ -57,12 +57,12 @@ class SimulatedUpstreams(httpx.AsyncBaseTransport):
             self.world.note(f"upstream: {fault}")
         return happens
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         body: dict[str, Any] = json.loads(await request.aread())
         closed = self.closed
         await asyncio.sleep(self.random.random() * 0.05)
         if self.happens("refuses a connection", 0.05):
-            raise httpx.ConnectError("refused")
+            raise httpx2.ConnectError("refused")
         if self.happens("is slow", 0.05):
             await asyncio.sleep(PATIENCE_S * 2 * self.random.random())
         if self.happens("refuses", 0.1):
@@ -74,13 +74,13 @@ class SimulatedUpstreams(httpx.AsyncBaseTransport):
         limit = min(len(ids), body.get("max_tokens") or len(ids))
         answer = UpstreamAnswer(self, ids[:limit], "stop" if limit == len(ids) else "length", closed)
         if body.get("stream"):
-            return httpx.Response(200, headers={"content-type": "text/event-stream"}, stream=answer)
+            return httpx2.Response(200, headers={"content-type": "text/event-stream"}, stream=answer)
         return _response(200, json.dumps(answer.whole()))
 
     async def aclose(self) -> None:
         self.closed += 1
 
-    def _refusal(self) -> httpx.Response:
+    def _refusal(self) -> httpx2.Response:
         status = self.random.choice((400, 401, 403, 404, 429, 429, 500, 502, 503, 529))
         headers = {"retry-after": "7"} if status == 429 else {}
         if self.random.random() < 0.3:
@@ -88,7 +88,7 @@ class SimulatedUpstreams(httpx.AsyncBaseTransport):
         error = {"message": "not now", "type": "server_error", "code": "upstream_busy"}
         return _response(status, json.dumps({"error": error}), headers=headers)
 
-    def _nonsense(self) -> httpx.Response:
+    def _nonsense(self) -> httpx2.Response:
         return self.random.choice(
             (
                 _response(200, "<h1>Sign in</h1>", "text/html"),
@@ -99,7 +99,7 @@ class SimulatedUpstreams(httpx.AsyncBaseTransport):
         )
 
 
-class UpstreamAnswer(httpx.AsyncByteStream):
+class UpstreamAnswer(httpx2.AsyncByteStream):
     """Stream of the model's answer, unless a fault ends it."""
 
     def __init__(self, upstreams: SimulatedUpstreams, ids: list[int], finish: str, closed: int) -> None:
@@ -122,7 +122,7 @@ class UpstreamAnswer(httpx.AsyncByteStream):
                 if piece:
                     yield piece
                 if self._upstreams.happens("breaks off", 0.01):
-                    raise httpx.ReadError("connection lost")
+                    raise httpx2.ReadError("connection lost")
 
     async def _events(self) -> AsyncIterator[bytes]:
         upstreams, random, done = self._upstreams, self._upstreams.random, 0
@@ -132,7 +132,7 @@ class UpstreamAnswer(httpx.AsyncByteStream):
             await asyncio.sleep(STEP_S * (0.5 + random.random()))
             if upstreams.happens("falls silent", 0.005):
                 await asyncio.sleep(PATIENCE_S)
-                raise httpx.ReadTimeout("silent")
+                raise httpx2.ReadTimeout("silent")
             if upstreams.happens("does not end", 0.005):
                 async for comment in self._comments():
                     yield comment
@@ -149,14 +149,14 @@ class UpstreamAnswer(httpx.AsyncByteStream):
         while upstreams.world.loop.time() < end and upstreams.closed == self._closed:
             await asyncio.sleep(2.0)
             yield b": still here\n\n"
-        raise httpx.ReadError("connection lost")
+        raise httpx2.ReadError("connection lost")
 
 
 def _response(
     status: int, body: str, kind: str = "application/json", headers: dict[str, str] | None = None
-) -> httpx.Response:
+) -> httpx2.Response:
     headers = {"content-type": kind, **(headers or {})}
-    return httpx.Response(status, headers=headers, stream=Pieces(body.encode()))
+    return httpx2.Response(status, headers=headers, stream=Pieces(body.encode()))
 
 
 def _event(fields: dict[str, Any], prefix: str = "data: ") -> bytes:

@@ -20,9 +20,9 @@ _SERVER: Final = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     [
         *("gateway.ctl.cli", "gateway.ctl.tables", "gateway.ctl.client", "gateway.config.load"),
-        *("gateway.workers.memory.host", "httpx", "rich.markdown", "typer.rich_utils"),
-        # What typer, httpx and huggingface_hub import at their first use.
-        *("pydantic.type_adapter", "pydantic.types", "certifi", "httpcore", "httpcore2", "httpx2"),
+        *("gateway.workers.memory.host", "httpx2", "rich.markdown", "typer.rich_utils"),
+        # What typer, httpx2 and huggingface_hub import at their first use.
+        *("pydantic.type_adapter", "pydantic.types", "certifi", "httpcore2"),
         *("asyncio", "filelock", "tqdm.auto", "yaml"),
     ]
 )

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-import httpx
+import httpx2
 import psutil
 
 from tests.support.scale import patient
@@ -55,7 +55,7 @@ class DaemonProcess:
 
     def __enter__(self) -> Self:
         self.url = self._wait_for_url()
-        self.client = httpx.Client(base_url=self.url, timeout=patient(DEADLINE_S))
+        self.client = httpx2.Client(base_url=self.url, timeout=patient(DEADLINE_S))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -68,7 +68,7 @@ class DaemonProcess:
             if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
 
-    def complete(self, prompt: str = "hi", model: str = "a", max_tokens: int = 5) -> httpx.Response:
+    def complete(self, prompt: str = "hi", model: str = "a", max_tokens: int = 5) -> httpx2.Response:
         return self.client.post("/v1/completions", json={"model": model, "prompt": prompt, "max_tokens": max_tokens})
 
     def worker_pids(self) -> list[int]:

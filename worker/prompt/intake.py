@@ -3,6 +3,8 @@ prompt, limits and answer are prepared in this order, so the first fault in this
 
 MLX checks no bounds, so every token id that could reach it is checked before.
 
+Rules of rows: the grammar of a request's format or tools, set on the row before it runs.
+
 Control tokens of chats: those that begin messages, and the one with which a chat template ends an answer.
 """
 
@@ -13,7 +15,7 @@ from typing import Any, Final
 from protocol.failures import Code
 from protocol.from_worker import Tokenized
 from protocol.spec import IMAGE_PIXELS_MAX
-from protocol.to_worker import ChatPrompt, Detokenize, Generate, NextTurnPrompt, Prompt, Tokenize
+from protocol.to_worker import ChatPrompt, Constraint, Detokenize, Generate, NextTurnPrompt, Prompt, Tokenize
 from worker.engine.output import OutputWriter
 from worker.engine.row import PromptReport, Row, RowStats
 from worker.errors import RequestInvalid
@@ -37,14 +39,17 @@ from worker.prompt.miss_explainer import RecentPrompts
 from worker.prompt.model_prompts import ModelPrompts
 from worker.prompt.next_turn import NextTurnPrompts
 from worker.prompt.questions import QuestionPrompts, question_salt
-from worker.prompt.row_rules import RowRules
 from worker.prompt.templates import Renderer
+from worker.structured.row_constraint import Rules
+from worker.structured.tool_rules import DEFAULT_CALL_TOKENS, ToolRules
 from worker.vision.images import MediaLimits
 
 log = logging.getLogger("mlxd.worker")
 
 # Limits of a request's media if the worker's specification has none.
 DEFAULT_LIMITS: Final = MediaLimits(bytes=32 << 20, count=64, pixels=IMAGE_PIXELS_MAX)
+# Number of tokens at a prompt's end that are decoded to find whether the prompt ends inside reasoning.
+_PROMPT_END_TOKENS: Final = 4096
 
 
 class Intake:
@@ -154,6 +159,47 @@ def _adapter_of(adapters: Adapters | None, name: str) -> Adapter | None:
     if adapters is None:
         raise RequestInvalid(Code.UNSUPPORTED, "This model is served without adapters.", param="model")
     return adapters.find(name)
+
+
+class RowRules:
+    """Rules of one model's rows. A grammar may take seconds to compile, so only threads that can wait call this."""
+
+    def __init__(self, loaded: LoadedModel, family: ModelFamily) -> None:
+        self._family = family
+        token_bytes = family.vocabulary.token_bytes
+        self._rules = Rules(loaded.tokenizer, family.family, loaded.vocab_size, loaded.eos_ids, token_bytes)
+        self._tool_rules = ToolRules(self._rules, loaded.tokenizer, family.tool_family, loaded.eos_ids)
+
+    def restrict(self, row: Row, request: Generate) -> None:
+        """Set the rule for a row's output. Raises `RequestInvalid`.
+
+        Required calls override a format of the answer. If calls are optional, the output is either calls or an answer
+        in the format.
+        """
+        chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
+        if request.constraint is not None and not (chat is not None and chat.must_call):
+            self.constrain(row, request.constraint, chat)
+            return
+        if chat is None:
+            return
+        room = row.max_tokens if request.max_tokens is not None else min(row.max_tokens, DEFAULT_CALL_TOKENS)
+        row.rule = self._tool_rules.make(chat, self._prompt_end(row), room)
+        if chat.must_call and row.rule is not None:
+            # Reasoning may use half of the answer's tokens, but none of the tokens that the call needs.
+            row.thinking.closing_ids = self._family.calling_ids
+            most = max(0, min(room // 2, room - row.rule.reserve - len(row.thinking.closing_ids)))
+            row.thinking.budget = most if row.thinking.budget is None else min(row.thinking.budget, most)
+
+    def constrain(self, row: Row, constraint: Constraint, chat: ChatPrompt | None = None) -> None:
+        """Set the rule for a row's output, and for the calls of `chat`. Raises `RequestInvalid`."""
+        has_tools = chat is not None and bool(chat.tools)
+        prompt_end = self._prompt_end(row) if constraint.after_reasoning or has_tools else ""
+        row.rule = self._rules.make(constraint, prompt_end, ignore_eos=row.sampling.ignore_eos)
+        if chat is not None and has_tools:
+            row.rule = self._tool_rules.optional(row.rule, constraint, chat, prompt_end)
+
+    def _prompt_end(self, row: Row) -> str:
+        return self._family.vocabulary.decode(row.prompt[-_PROMPT_END_TOKENS:])
 
 
 class TurnStarts:

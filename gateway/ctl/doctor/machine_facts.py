@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-import httpx
+import httpx2
 import psutil
 
 from gateway.command_failed import CommandFailed
@@ -155,6 +155,6 @@ def _livez(url: str) -> int | None:
     # Any HTTP status shows that the daemon answers. The certificate is not verified, because it may be for another
     # address and the request contains no secret.
     try:
-        return httpx.get(f"{url}/livez", timeout=TIMEOUT_S, trust_env=False, verify=False).status_code
-    except httpx.HTTPError:
+        return httpx2.get(f"{url}/livez", timeout=TIMEOUT_S, trust_env=False, verify=False).status_code
+    except httpx2.HTTPError:
         return None

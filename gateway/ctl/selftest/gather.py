@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-import httpx
+import httpx2
 import psutil
 
 from gateway.command_failed import CommandFailed
@@ -130,14 +130,14 @@ def open_page(trial: Trial) -> None:
     """Log in to the page: by the browser that `open` starts on a Mac, else by a request."""
     trial.daemon()
     link = client.post("/v1/ui/code", {}, UiCode)
-    page = httpx.get(link.url.partition("#")[0], timeout=trial.left_s, trust_env=False, follow_redirects=True)
+    page = httpx2.get(link.url.partition("#")[0], timeout=trial.left_s, trust_env=False, follow_redirects=True)
     trial.note("page", f"{page.status_code} {page.headers.get('content-type', '')}, {len(page.content)} bytes")
     if trial.platform == "darwin":
         status, output = trial.machine.run(("/usr/bin/open", link.url))
         trial.note("open", f"exit status {status} {output.replace(link.url, 'URL')}")
     else:
         origin = link.url.partition("/ui")[0]
-        httpx.post(
+        httpx2.post(
             f"{origin}/ui/api/session",
             json={"code": link.code},
             headers={"origin": origin},

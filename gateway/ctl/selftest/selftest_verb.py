@@ -95,12 +95,12 @@ def _run(step: "SelftestStep", trial: "Trial", clock: Callable[[], float]) -> "S
 
 def _broken() -> tuple[type[Exception], ...]:
     """Return the errors of an untried system: its tools, its answers, and what is not where a step expects it."""
-    import httpx
+    import httpx2
     import msgspec
     import psutil
 
     system = (OSError, subprocess.SubprocessError, psutil.Error)
-    return (*system, httpx.HTTPError, msgspec.MsgspecError, LookupError, TypeError, ValueError)
+    return (*system, httpx2.HTTPError, msgspec.MsgspecError, LookupError, TypeError, ValueError)
 
 
 def _chosen(names: Sequence[str]) -> Iterator["SelftestStep"]:

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
-import httpx
+import httpx2
 
 from gateway.command_failed import CommandFailed
 from gateway.control_types import CommandDone, DaemonStatus, ModelStatus
@@ -234,14 +234,14 @@ class Trial:
     def ask(self, prompt: str, max_tokens: int, model: str = "demo") -> dict[str, Any]:
         """Return the answer of a text completion."""
         body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        response = httpx.post(f"{self.daemon().url}/v1/completions", json=body, timeout=self.left_s, trust_env=False)
+        response = httpx2.post(f"{self.daemon().url}/v1/completions", json=body, timeout=self.left_s, trust_env=False)
         if response.status_code != 200:
             raise CommandFailed(f"the request ended with {response.status_code}: {response.text[:200]}")
         return response.json()
 
     def metrics(self, prefix: str) -> str:
         """Return the lines of /metrics that begin with a prefix."""
-        text = httpx.get(f"{self.daemon().url}/metrics", timeout=self.left_s, trust_env=False).text
+        text = httpx2.get(f"{self.daemon().url}/metrics", timeout=self.left_s, trust_env=False).text
         return "\n".join(line for line in text.splitlines() if line.startswith(prefix))
 
     def log_lines(self, *words: str) -> list[str]:

@@ -12,7 +12,7 @@ from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
 from typing import Final
 
-import httpx
+import httpx2
 import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Scope
@@ -30,14 +30,14 @@ def make_client(
     silence_s: float,
     connect_s: float,
     base_url: str = "",
-    transport: httpx.AsyncBaseTransport | None = None,
-) -> httpx.AsyncClient:
+    transport: httpx2.AsyncBaseTransport | None = None,
+) -> httpx2.AsyncClient:
     """Make an HTTP client, which the requests of all API keys share. It trusts the authorities of SSL_CERT_FILE, or
     those of the system. `transport` replaces the connections of this machine.
 
     Cookies are disabled, because with them the server could link the requests of different keys.
     """
-    return httpx.AsyncClient(
+    return httpx2.AsyncClient(
         base_url=base_url,
         transport=transport,
         verify=ssl.create_default_context() if transport is None else False,
@@ -46,8 +46,8 @@ def make_client(
         cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
         # Responses are read as raw bytes and are never decompressed.
         headers={"accept-encoding": "identity"},
-        timeout=httpx.Timeout(silence_s, connect=connect_s),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS),
+        timeout=httpx2.Timeout(silence_s, connect=connect_s),
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS),
     )
 
 
@@ -114,14 +114,14 @@ class Clients:
     `transport` replaces the connections of this machine.
     """
 
-    def __init__(self, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(self, transport: httpx2.AsyncBaseTransport | None = None) -> None:
         self._transport = transport
         # Maximum waits for the beginning of an answer, and from one part of it to the next.
         self.first_byte_s = FIRST_BYTE_S
         self.silence_s = SILENCE_S
         # Maps upstreams to their client and the configuration for which the client was made.
-        self._clients: dict[str, tuple[UpstreamConfig, httpx.AsyncClient]] = {}
-        self._replaced: list[httpx.AsyncClient] = []
+        self._clients: dict[str, tuple[UpstreamConfig, httpx2.AsyncClient]] = {}
+        self._replaced: list[httpx2.AsyncClient] = []
         self._running = 0
 
     async def send(self, upstream: UpstreamConfig, scope: Scope, body: bytes) -> "UpstreamResponse":
@@ -137,12 +137,12 @@ class Clients:
             async with asyncio.timeout(self.first_byte_s):
                 response = await self._client(upstream).send(request, stream=True)
             answer = UpstreamResponse(response, upstream, self.first_byte_s + self.silence_s)
-        except httpx.ConnectTimeout:
+        except httpx2.ConnectTimeout:
             raise Unreachable("timeout", f"no connection within {CONNECT_S:g} s", is_sent=False) from None
-        except (TimeoutError, httpx.TimeoutException):
+        except (TimeoutError, httpx2.TimeoutException):
             raise Unreachable("timeout", f"no answer within {self.first_byte_s:g} s") from None
-        except (httpx.HTTPError, OSError, ValueError) as error:
-            is_sent = isinstance(error, httpx.HTTPError) and not isinstance(error, httpx.ConnectError)
+        except (httpx2.HTTPError, OSError, ValueError) as error:
+            is_sent = isinstance(error, httpx2.HTTPError) and not isinstance(error, httpx2.ConnectError)
             raise Unreachable("connection", str(error) or type(error).__name__, is_sent=is_sent) from None
         if fault := answer.fault:
             await answer.close()
@@ -169,7 +169,7 @@ class Clients:
         for client in (*self._replaced, *(client for _, client in self._clients.values())):
             await client.aclose()
 
-    def _client(self, upstream: UpstreamConfig) -> httpx.AsyncClient:
+    def _client(self, upstream: UpstreamConfig) -> httpx2.AsyncClient:
         known = self._clients.get(upstream.name)
         if known is not None and known[0] == upstream:
             return known[1]
@@ -183,7 +183,7 @@ class Clients:
 class UpstreamResponse:
     """Response of an upstream, which must be read once and closed."""
 
-    def __init__(self, response: httpx.Response, upstream: UpstreamConfig, whole_s: float) -> None:
+    def __init__(self, response: httpx2.Response, upstream: UpstreamConfig, whole_s: float) -> None:
         """An answer that is no stream must end within `whole_s`."""
         self._response = response
         self._name = upstream.name
@@ -252,8 +252,8 @@ class UpstreamResponse:
                 self._bytes += len(piece)
                 yield piece
             self.is_received = True
-        except (httpx.HTTPError, OSError) as error:
-            reason = "timeout" if isinstance(error, httpx.TimeoutException) else "connection"
+        except (httpx2.HTTPError, OSError) as error:
+            reason = "timeout" if isinstance(error, httpx2.TimeoutException) else "connection"
             raise Unreachable(reason, str(error)) from None
 
     async def read(self) -> bytes:

@@ -3,7 +3,7 @@ import time
 from collections.abc import Generator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from gateway.access.key import KeyFile
@@ -154,8 +154,8 @@ def test_beyond_the_loopback_needs_a_key(tmp_path: Path) -> None:
     secret = created(tmp_path, "lan")
     with DaemonProcess(tmp_path) as daemon:
         url = daemon.url.replace("0.0.0.0", "127.0.0.1")
-        assert httpx.get(f"{url}/v1/models").status_code == 401
-        assert httpx.get(f"{url}/v1/models", headers={"x-api-key": secret}).status_code == 200
+        assert httpx2.get(f"{url}/v1/models").status_code == 401
+        assert httpx2.get(f"{url}/v1/models", headers={"x-api-key": secret}).status_code == 200
 
 
 @pytest.fixture(scope="module")

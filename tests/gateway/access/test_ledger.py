@@ -7,7 +7,7 @@ from datetime import date, datetime
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -259,9 +259,9 @@ def test_what_was_used_of_a_minute_is_not_forgotten_by_a_restart(tmp_path: Path,
 # -- over HTTP -------------------------------------------------------------------------------------------------------
 
 
-def admin_of(gateway: Gateway) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(gateway.admin)  # pyright: ignore[reportArgumentType]
-    return httpx.AsyncClient(transport=transport, base_url="http://admin")
+def admin_of(gateway: Gateway) -> httpx2.AsyncClient:
+    transport = httpx2.ASGITransport(gateway.admin)  # pyright: ignore[reportArgumentType]
+    return httpx2.AsyncClient(transport=transport, base_url="http://admin")
 
 
 async def lines(gateway: Gateway, by: str) -> list[dict[str, object]]:

@@ -3,7 +3,7 @@ from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from gateway.access.key import Key, KeyFile
@@ -74,7 +74,7 @@ def lines() -> Generator[Lines, None, None]:
     logger.setLevel(before)
 
 
-async def ask(gateway: Gateway, address: str, secret: str = "", path: str = "/v1/models") -> httpx.Response:
+async def ask(gateway: Gateway, address: str, secret: str = "", path: str = "/v1/models") -> httpx2.Response:
     headers = {"x-forwarded-for": address} | ({"x-api-key": secret} if secret else {})
     return await gateway.client.get(path, headers=headers)
 
@@ -150,7 +150,7 @@ async def test_a_line_says_from_where_and_a_refused_one_why(
 
 
 async def test_what_comes_over_the_unix_socket_says_so(gateway: Gateway, lines: Lines) -> None:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(gateway.admin), base_url="http://mlxd") as admin:
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(gateway.admin), base_url="http://mlxd") as admin:
         assert (await admin.get("/v1/requests/none", headers={"x-forwarded-for": "1.2.3.4"})).status_code == 404
     assert lines.fields()[-1]["client"] == "unix"
 

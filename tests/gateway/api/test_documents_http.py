@@ -5,7 +5,7 @@ import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from gateway.config.settings import MediaConfig, ModelConfig
@@ -92,7 +92,7 @@ def prompt_of(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if not name.startswith("max_")}
 
 
-def said(reply: httpx.Response) -> dict[str, Any]:
+def said(reply: httpx2.Response) -> dict[str, Any]:
     """The messages and media that the worker was given."""
     assert reply.status_code == 200, reply.text
     body = reply.json()
@@ -101,7 +101,7 @@ def said(reply: httpx.Response) -> dict[str, Any]:
     return json.loads(body["content"][0]["text"] if "content" in body else body["output"][0]["content"][0]["text"])
 
 
-def error(reply: httpx.Response) -> tuple[int, str, str]:
+def error(reply: httpx2.Response) -> tuple[int, str, str]:
     """Status, code and message."""
     found = reply.json()["error"]
     return reply.status_code, found.get("code", ""), found["message"]

@@ -4,7 +4,7 @@ import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from gateway.config.settings import ModelConfig, SamplingDefaults
@@ -59,7 +59,7 @@ def text_of(body: Any) -> str:
             raise AssertionError(body)
 
 
-def given(reply: httpx.Response) -> dict[str, Any]:
+def given(reply: httpx2.Response) -> dict[str, Any]:
     """What the worker was given."""
     assert reply.status_code == 200, reply.text
     return json.loads(text_of(reply.json()))
@@ -162,16 +162,16 @@ async def test_an_empty_effort_is_refused_by_ollamas_api_as_there(gateway: Gatew
 
 
 @pytest.fixture
-async def real(demo_daemon: DaemonProcess) -> AsyncGenerator[httpx.AsyncClient, None]:
+async def real(demo_daemon: DaemonProcess) -> AsyncGenerator[httpx2.AsyncClient, None]:
     """Served by the embedded model."""
-    async with httpx.AsyncClient(base_url=demo_daemon.url, timeout=DEADLINE_S) as client:
+    async with httpx2.AsyncClient(base_url=demo_daemon.url, timeout=DEADLINE_S) as client:
         yield client
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("stop", ["<|im_start|>", "<|im_start|><|im_start|>"])
 async def test_a_stop_string_that_is_a_special_token_ends_the_answer(
-    real: httpx.AsyncClient, path: str, stop: str
+    real: httpx2.AsyncClient, path: str, stop: str
 ) -> None:
     # The token with the id 1 is <|im_start|>, which has no text.
     body = BODIES[path] | {"model": "demo", "max_tokens": 8, "stop": stop, "logit_bias": {"1": 100}}
@@ -185,7 +185,7 @@ async def test_a_stop_string_that_is_a_special_token_ends_the_answer(
     assert (shown.get("text") or shown["message"]["content"]) == stop
 
 
-async def test_the_likeliest_token_is_that_of_a_top_p_of_zero(real: httpx.AsyncClient) -> None:
+async def test_the_likeliest_token_is_that_of_a_top_p_of_zero(real: httpx2.AsyncClient) -> None:
     body = BODIES["/v1/completions"] | {"model": "demo", "max_tokens": 12}
     cold, narrow, *drawn = [
         (await real.post("/v1/completions", json=body | fields)).json()["choices"][0]["text"]
@@ -200,7 +200,7 @@ async def test_the_likeliest_token_is_that_of_a_top_p_of_zero(real: httpx.AsyncC
     assert len(set(drawn)) == 3
 
 
-async def test_a_prompt_of_the_whole_context_is_scored(real: httpx.AsyncClient) -> None:
+async def test_a_prompt_of_the_whole_context_is_scored(real: httpx2.AsyncClient) -> None:
     body = {"model": "small", "prompt": [5] * 256, "logprobs": 1, "echo": True}
     scored = await real.post("/v1/completions", json=body | {"max_tokens": 0})
     generated = await real.post("/v1/completions", json=body | {"max_tokens": 1})

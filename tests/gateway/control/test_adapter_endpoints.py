@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from tests.gateway.harness import until
@@ -12,7 +12,7 @@ from tests.gateway.test_reload import BEFORE, Reloadable, reloadable
 pytestmark = pytest.mark.anyio
 
 
-async def ordered(r: Reloadable) -> asyncio.Task[httpx.Response]:
+async def ordered(r: Reloadable) -> asyncio.Task[httpx2.Response]:
     """An order to load the adapter `x` of the model `b`, which its worker has got and not obeyed."""
     (r.path.parent / "adapters" / "x").mkdir(parents=True)
     body = {"lora_name": "x", "lora_path": "x", "model": "b"}

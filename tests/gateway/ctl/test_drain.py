@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from tests.support.ctl import ctl
@@ -28,7 +28,7 @@ class Client(threading.Thread):
     def __init__(self, daemon: DaemonProcess, tokens: int) -> None:
         super().__init__()
         self._ask = lambda: daemon.complete(max_tokens=tokens)
-        self.answer: httpx.Response | None = None
+        self.answer: httpx2.Response | None = None
         self.start()
 
     def run(self) -> None:
@@ -117,15 +117,15 @@ def test_a_daemon_that_stays_refuses_requests_until_it_is_told_otherwise(home: P
 
         assert (done.returncode, json.loads(done.stdout)) == (0, {"cut_off": 0})
         assert daemon.complete(max_tokens=2).status_code == 503
-        assert httpx.get(f"{daemon.url}/readyz").status_code == 503
-        assert httpx.get(f"{daemon.url}/readyz", params={"model": model}).status_code == 503
+        assert httpx2.get(f"{daemon.url}/readyz").status_code == 503
+        assert httpx2.get(f"{daemon.url}/readyz", params={"model": model}).status_code == 503
 
         assert ctl(home, "undrain").stdout == "mlxd takes requests again\n"
 
         assert daemon.complete(max_tokens=2).status_code == 200
-        assert httpx.get(f"{daemon.url}/readyz", params={"model": model}).json()["status"] == "ready"
-        assert httpx.get(f"{daemon.url}/readyz", params={"model": "nope"}).status_code == 404
+        assert httpx2.get(f"{daemon.url}/readyz", params={"model": model}).json()["status"] == "ready"
+        assert httpx2.get(f"{daemon.url}/readyz", params={"model": "nope"}).status_code == 404
         ctl(home, "unload", model)
-        idle = httpx.get(f"{daemon.url}/readyz", params={"model": model})
+        idle = httpx2.get(f"{daemon.url}/readyz", params={"model": model})
         assert (idle.status_code, idle.json()["reasons"]) == (503, [f"model {model} is stopped"])
-        assert httpx.get(f"{daemon.url}/readyz").status_code == 200
+        assert httpx2.get(f"{daemon.url}/readyz").status_code == 200

@@ -12,7 +12,7 @@ import time
 from collections.abc import Generator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from gateway.state_dir import log_path
@@ -30,10 +30,10 @@ def daemon() -> Generator[DaemonProcess, None, None]:
             yield running
 
 
-def log_in(url: str) -> httpx.Response:
+def log_in(url: str) -> httpx2.Response:
     """As the page does with the link that it was opened by."""
     base, _, code = url.partition("/ui/#code=")
-    return httpx.post(f"{base}/ui/api/session", json={"code": code}, headers={"origin": base})
+    return httpx2.post(f"{base}/ui/api/session", json={"code": code}, headers={"origin": base})
 
 
 def test_the_link_logs_in_once(daemon: DaemonProcess) -> None:

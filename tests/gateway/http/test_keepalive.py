@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
+import httpx2
 import pytest
 
 from gateway.http.sse import DEFAULT_PACE
@@ -39,7 +39,7 @@ each_api = pytest.mark.parametrize("path", APIS)
 
 
 @asynccontextmanager
-async def streaming(gateway: Gateway, path: str, text: str) -> AsyncGenerator[httpx.Response]:
+async def streaming(gateway: Gateway, path: str, text: str) -> AsyncGenerator[httpx2.Response]:
     body = {"model": "m", "stream": True, **APIS[path](text)}
     async with gateway.client.stream("POST", path, json=body, timeout=patient(DEADLINE_S)) as answer:
         assert answer.status_code == 200

@@ -1,6 +1,6 @@
 """Forms: fields and a file as they were sent, and every bound of them."""
 
-import httpx
+import httpx2
 import pytest
 
 from gateway.errors import BadRequest
@@ -16,9 +16,9 @@ def body(*parts: tuple[str, bytes]) -> bytes:
     ) + (b"--b--\r\n")
 
 
-def test_a_form_of_httpx_is_read_as_it_was_sent() -> None:
+def test_a_form_of_httpx2_is_read_as_it_was_sent() -> None:
     data = bytes(range(256)) * 100 + b"\r\n--b\r\n"
-    request = httpx.Request(
+    request = httpx2.Request(
         "POST", "http://a", data={"model": "né", "t": ["a", "b"]}, files={"file": ("../../a.wav", data, "audio/wav")}
     )
     form = read_form(request.read(), request.headers["content-type"], "file")

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 from websockets.asyncio.client import connect
@@ -108,7 +108,7 @@ async def test_a_websocket_over_tls(authority: Authority) -> None:
 
 async def test_the_openai_sdk_streams_over_tls(authority: Authority) -> None:
     async with secured(authority) as gateway:
-        http = httpx.AsyncClient(verify=authority.client())
+        http = httpx2.AsyncClient(verify=authority.client())
         async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="x", http_client=http) as client:
             stream = await client.chat.completions.create(
                 model="m", messages=[{"role": "user", "content": "hi"}], max_tokens=5, stream=True
@@ -394,15 +394,15 @@ def test_doctor_warns_of_a_certificate_that_expires_within_two_weeks(authority: 
 def test_the_daemon_serves_https_and_takes_a_new_certificate_at_sighup(authority: Authority) -> None:
     with short_home() as home:
         write_config(home, server=f"tls = {{ certificate = '{authority.certificate}', key = '{authority.key}' }}")
-        with DaemonProcess(home) as daemon, httpx.Client(verify=authority.client(), base_url=daemon.url) as client:
+        with DaemonProcess(home) as daemon, httpx2.Client(verify=authority.client(), base_url=daemon.url) as client:
             assert daemon.url.startswith("https://")
             assert client.get("/livez").status_code == 200
-            with httpx.Client(transport=httpx.HTTPTransport(uds=str(home / "run" / "admin.sock"))) as owner:
+            with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(home / "run" / "admin.sock"))) as owner:
                 assert owner.get("http://mlxd/v1/status").json()["url"] == daemon.url
 
             renewed = authority.issue()
             daemon.process.send_signal(signal.SIGHUP)
-            port = httpx.URL(daemon.url).port
+            port = httpx2.URL(daemon.url).port
             assert port is not None
             end = time.monotonic() + patient(DEADLINE_S)
             while shown(port) != renewed and time.monotonic() < end:

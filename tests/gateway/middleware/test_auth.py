@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from gateway.access.key import Key, KeyFile, KeysUnusable
@@ -549,7 +549,7 @@ async def test_the_use_of_a_key_is_in_the_metrics_by_name(gateway: Gateway, home
 
 
 async def test_the_owner_of_the_socket_needs_no_key(gateway: Gateway) -> None:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(gateway.admin), base_url="http://mlxd") as admin:
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(gateway.admin), base_url="http://mlxd") as admin:
         usage = (await admin.get("/v1/keys/usage")).json()
         assert {key["name"] for key in usage["keys"]} >= {"first"}
         assert (await admin.get("/v1/status")).status_code == 200

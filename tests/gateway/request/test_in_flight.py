@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from gateway.config.settings import ServerConfig
@@ -22,17 +22,17 @@ PREFILLING = json.dumps([["progress"]])
 
 
 @asynccontextmanager
-async def admin_of(gateway: Gateway) -> AsyncGenerator[httpx.AsyncClient, None]:
-    transport = httpx.ASGITransport(app=gateway.admin)  # pyright: ignore[reportArgumentType]
-    async with httpx.AsyncClient(transport=transport, base_url="http://mlxd") as client:
+async def admin_of(gateway: Gateway) -> AsyncGenerator[httpx2.AsyncClient, None]:
+    transport = httpx2.ASGITransport(app=gateway.admin)  # pyright: ignore[reportArgumentType]
+    async with httpx2.AsyncClient(transport=transport, base_url="http://mlxd") as client:
         yield client
 
 
-async def listed(admin: httpx.AsyncClient) -> list[dict[str, Any]]:
+async def listed(admin: httpx2.AsyncClient) -> list[dict[str, Any]]:
     return (await admin.get("/v1/requests")).json()["requests"]
 
 
-async def one_in_state(admin: httpx.AsyncClient, state: str) -> dict[str, Any]:
+async def one_in_state(admin: httpx2.AsyncClient, state: str) -> dict[str, Any]:
     """The only request there is, once it is in this state."""
     async with asyncio.timeout(patient(15)):
         while not (found := [one for one in await listed(admin) if one["state"] == state]):  # noqa: ASYNC110 - what is polled for happens in other processes too
@@ -41,7 +41,7 @@ async def one_in_state(admin: httpx.AsyncClient, state: str) -> dict[str, Any]:
     return one
 
 
-async def cancel(admin: httpx.AsyncClient, name: str) -> int:
+async def cancel(admin: httpx2.AsyncClient, name: str) -> int:
     return (await admin.post("/v1/requests/cancel", json={"id": name})).status_code
 
 
@@ -158,7 +158,7 @@ async def test_a_cancelled_whole_answer_is_a_status_that_no_client_tries_again(t
 async def test_requests_of_one_id_are_told_apart_and_cancelled_one_by_one(tmp_path: Path) -> None:
     async with running(tmp_path, ["--step-ms", "5"]) as gateway, admin_of(gateway) as admin:
 
-        async def ask() -> httpx.Response:
+        async def ask() -> httpx2.Response:
             body = chat(max_tokens=100_000)
             return await gateway.client.post("/v1/chat/completions", json=body, headers={"x-request-id": "same"})
 
@@ -207,11 +207,11 @@ async def kept(gateway: Gateway, count: int) -> None:
             await asyncio.sleep(0.005)
 
 
-Ask = Callable[[str], Awaitable[httpx.Response]]
+Ask = Callable[[str], Awaitable[httpx2.Response]]
 
 
 def asker(gateway: Gateway, **fields: Any) -> Ask:
-    async def ask(name: str) -> httpx.Response:
+    async def ask(name: str) -> httpx2.Response:
         headers = {"x-request-id": name, "authorization": "Bearer sk-secret", "x-api-key": "sk-secret"}
         return await gateway.client.post("/v1/chat/completions", json=chat(f"prompt {name}", **fields), headers=headers)
 

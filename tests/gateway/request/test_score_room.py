@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from msgspec.structs import replace
 
@@ -98,6 +98,6 @@ async def test_requests_with_scores_fill_no_more_than_the_room_and_give_it_back(
         await until(lambda: numbers.used_bytes == 0)
 
 
-async def ask(gateway: Gateway, fields: dict[str, Any], max_tokens: int) -> httpx.Response:
+async def ask(gateway: Gateway, fields: dict[str, Any], max_tokens: int) -> httpx2.Response:
     body = {"model": "m", "prompt": "hi", "max_tokens": max_tokens, **fields}
     return await gateway.client.post("/v1/completions", json=body)

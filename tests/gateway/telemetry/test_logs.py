@@ -6,7 +6,7 @@ import os
 import threading
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from gateway.config.settings import ServerConfig
@@ -221,7 +221,7 @@ async def test_a_question_whose_client_leaves_is_over(tmp_path: Path) -> None:
     stream = io.StringIO()
     with LogSinks("info", json=True, stream=stream):
         async with running(tmp_path) as gateway:
-            with pytest.raises(httpx.ReadTimeout):
+            with pytest.raises(httpx2.ReadTimeout):
                 await gateway.client.post("/tokenize", json={"model": "m", "prompt": "never"}, timeout=0.2)
             await until(lambda: "disconnect" in stream.getvalue())
             assert (await gateway.client.post("/tokenize", json={"model": "m", "prompt": "hi"})).json()["count"] == 3

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
+import httpx2
 import msgspec
 import pytest
 
@@ -44,8 +44,8 @@ async def status_and_sample(home: Path) -> tuple[dict[str, Any], dict[str, Any]]
         assert (await gateway.client.post("/v1/chat/completions", json=chat())).status_code == 200
         worker = gateway.pool.worker("m")
         await until(lambda: worker.stats is not None)
-        transport = httpx.ASGITransport(gateway.admin)  # pyright: ignore[reportArgumentType]
-        async with httpx.AsyncClient(transport=transport, base_url="http://mlxd") as admin:
+        transport = httpx2.ASGITransport(gateway.admin)  # pyright: ignore[reportArgumentType]
+        async with httpx2.AsyncClient(transport=transport, base_url="http://mlxd") as admin:
             answer = (await admin.get("/v1/status")).content
     status = msgspec.json.decode(answer, type=DaemonStatus)
     sample = compare(status, status, 0.0)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from msgspec import structs
 
@@ -73,7 +73,7 @@ class Viewer:
 @asynccontextmanager
 async def viewing(gateway: Gateway, session: dict[str, str], query: str = "") -> AsyncGenerator[Viewer, None]:
     async with (
-        httpx.AsyncClient(base_url=gateway.url, timeout=patient(60)) as client,
+        httpx2.AsyncClient(base_url=gateway.url, timeout=patient(60)) as client,
         client.stream("GET", f"/ui/api/feed{query}", headers=session) as answer,
     ):
         assert answer.status_code == 200

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import httpx
+import httpx2
 
 from gateway.web.session import TOKEN_START
 from tests.gateway.harness import Gateway
@@ -37,7 +37,7 @@ def api_routes(gateway: Gateway) -> list[tuple[str, str]]:
     return routes
 
 
-async def ask(gateway: Gateway, method: str, path: str, headers: dict[str, str], **more: Any) -> httpx.Response:
+async def ask(gateway: Gateway, method: str, path: str, headers: dict[str, str], **more: Any) -> httpx2.Response:
     """A request whose body, where there may be one, is JSON."""
     body = {"json": {}} if method == "POST" and not more else more
     return await gateway.client.request(method, path, headers=headers, **body)

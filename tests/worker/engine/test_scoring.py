@@ -20,12 +20,12 @@ from tests.support.models import VOCAB
 from tests.support.scale import patient, scaled
 from worker.engine.batch import Batch
 from worker.engine.decode_batch import SequenceGroup
-from worker.engine.generator import SLICE_TOKENS, Generator, ScoredRows
+from worker.engine.generator import SCORED_SLICE_TOKENS, Generator, ScoredRows
 from worker.engine.scheduling.pacing import ChunkPlan, Pacer
 from worker.sampling.logprobs import LogprobReader, PromptScore
 
 rids = itertools.count(1)
-LENGTHS = (1, 2, SLICE_TOKENS, SLICE_TOKENS + 1, 2 * SLICE_TOKENS + 3)
+LENGTHS = (1, 2, SCORED_SLICE_TOKENS, SCORED_SLICE_TOKENS + 1, 2 * SCORED_SLICE_TOKENS + 3)
 
 
 def scored(ids: tuple[int, ...], top: int = 2, max_tokens: int = 1) -> Generate:
@@ -78,7 +78,7 @@ def test_scores_are_those_of_one_pass_and_the_same_in_any_company(
 
 def test_nothing_need_be_generated_and_every_token_has_an_entry(model_folder: Callable[[str], Path]) -> None:
     with EngineHarness(spec(model_folder("qwen3"))) as engine:
-        (ids, *_) = (each for each in prompts() if len(each) == SLICE_TOKENS + 1)
+        (ids, *_) = (each for each in prompts() if len(each) == SCORED_SLICE_TOKENS + 1)
         result = engine.run([scored(ids, top=0, max_tokens=0)])[0]
         assert (result.finish, len(result.logprobs), result.ids) == (Finish.LENGTH, len(ids), [])
         assert result.text == engine.intake.vocabulary.decode(ids)
@@ -119,7 +119,7 @@ def test_a_tick_that_fails_behind_the_scores_of_a_row_loses_none_of_them(
         park(batch)
 
     monkeypatch.setattr(Batch, "_park", fail_once)
-    (ids, *_) = (each for each in prompts() if len(each) == 2 * SLICE_TOKENS + 3)
+    (ids, *_) = (each for each in prompts() if len(each) == 2 * SCORED_SLICE_TOKENS + 3)
     with EngineHarness(spec(model_folder("qwen3"))) as engine:
         result = engine.run([scored(ids, max_tokens=0)])[0]
     assert told
@@ -148,7 +148,7 @@ def test_beside_a_row_that_generates_or_is_in_prefill_prompts_are_scored_one_at_
         return stepped
 
     rng = random.Random(2)
-    longs = [tuple(rng.randrange(10, VOCAB) for _ in range(5 * SLICE_TOKENS)) for _ in range(4)]
+    longs = [tuple(rng.randrange(10, VOCAB) for _ in range(5 * SCORED_SLICE_TOKENS)) for _ in range(4)]
     prompt = (20,) if is_generating else 12 * longs[0]
     with EngineHarness(spec(model_folder("qwen3"), speculate="off", prefill_chunk=16)) as engine:
         monkeypatch.setattr(ScoredRows, "run", counted_run)
@@ -160,7 +160,7 @@ def test_beside_a_row_that_generates_or_is_in_prefill_prompts_are_scored_one_at_
         engine.wait(lambda: all(each.terminals for each in results))
         engine.command(Abort((stream.rid,)))
     assert not other.failure
-    assert [len(each.logprobs) for each in results] == [5 * SLICE_TOKENS + 1] * 4
+    assert [len(each.logprobs) for each in results] == [5 * SCORED_SLICE_TOKENS + 1] * 4
     assert max(beside) == 1
 
 
@@ -176,7 +176,7 @@ def test_a_chunk_is_sized_for_one_of_the_prompts_that_are_scored_one_at_a_time(
 
     monkeypatch.setattr(Pacer, "chunk", noted)
     rng = random.Random(2)
-    ids = tuple(rng.randrange(10, VOCAB) for _ in range(5 * SLICE_TOKENS))
+    ids = tuple(rng.randrange(10, VOCAB) for _ in range(5 * SCORED_SLICE_TOKENS))
     with EngineHarness(spec(model_folder("qwen3"), speculate="off", prefill_chunk=8)) as engine:
         stream = engine.submit(Generate(next(rids), TokensPrompt((20,)), Sampling(0.0, ignore_eos=True), 1500))
         engine.wait(lambda: stream.ids)
@@ -210,11 +210,11 @@ def test_entries_of_a_prompt_are_made_as_its_scores_come_and_not_at_its_end(
 
     monkeypatch.setattr(LogprobReader, "echo", counted)
     rng = random.Random(2)
-    ids = tuple(rng.randrange(10, VOCAB) for _ in range(8 * SLICE_TOKENS))
+    ids = tuple(rng.randrange(10, VOCAB) for _ in range(8 * SCORED_SLICE_TOKENS))
     with EngineHarness(spec(model_folder("qwen3"))) as engine:
         result = engine.run([scored(ids, max_tokens=0)])[0]
     assert len(result.logprobs) == sum(made) == len(ids)
-    assert max(made) <= SLICE_TOKENS + 1
+    assert max(made) <= SCORED_SLICE_TOKENS + 1
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text"])
@@ -250,7 +250,7 @@ def test_entries_of_a_prompt_have_the_ranks_of_one_pass_beside_an_echo_or_alone(
             assert [value for _, _, value in entry.top] == pytest.approx(sorted(row)[: -top - 1 : -1], abs=1e-4)
             assert all(row[token] == pytest.approx(value, abs=1e-4) for token, _, value in entry.top)
         parts = [len(delta.prompt.logprobs) for delta in result.deltas if delta.prompt is not None]
-        assert max(parts) <= SLICE_TOKENS + 1
+        assert max(parts) <= SCORED_SLICE_TOKENS + 1
 
 
 def test_a_successor_sends_the_entries_that_the_client_has_not_had(model_folder: Callable[[str], Path]) -> None:
@@ -259,7 +259,7 @@ def test_a_successor_sends_the_entries_that_the_client_has_not_had(model_folder:
         asked = structs.replace(scored(ids), echo=False, prompt_logprobs=2, prompt_ids=True)
         whole = engine.run([asked])[0]
         assert (whole.prompt_ids, len(whole.prompt_logprobs)) == (list(ids), len(ids))
-        for had in (1, SLICE_TOKENS + 5, len(ids)):
+        for had in (1, SCORED_SLICE_TOKENS + 5, len(ids)):
             again = structs.replace(asked, rid=next(rids), prompt_ids=False, prompt_scored=had)
             result = engine.run([again])[0]
             assert (result.prompt_ids, result.prompt_logprobs) == ([], whole.prompt_logprobs[had:])
@@ -287,7 +287,7 @@ def test_a_row_that_is_scored_again_after_a_failed_tick_tells_no_entry_twice(
         whole = engine.run([asked])[0]
         monkeypatch.setattr(Batch, "_park", fail_once)
         result = engine.run([structs.replace(asked, rid=next(rids))])[0]
-    assert ticks.count(SLICE_TOKENS) == 2, "it began again"
+    assert ticks.count(SCORED_SLICE_TOKENS) == 2, "it began again"
     assert result.prompt_logprobs[1:] == whole.prompt_logprobs[1:]
     assert (len(result.prompt_logprobs), result.ids) == (len(ids), whole.ids)
 
@@ -300,7 +300,7 @@ def test_entries_of_an_echo_are_sent_as_they_come_and_its_text_with_the_first(
         whole = engine.run([scored(ids, max_tokens=0)])[0]
         text = engine.intake.vocabulary.decode(ids)
     parts = [delta for delta in whole.deltas if delta.logprobs]
-    assert [len(delta.logprobs or ()) for delta in parts] == [1 + SLICE_TOKENS, SLICE_TOKENS, 2]
+    assert [len(delta.logprobs or ()) for delta in parts] == [1 + SCORED_SLICE_TOKENS, SCORED_SLICE_TOKENS, 2]
     assert [delta.text for delta in parts] == [text, "", ""]
 
 
@@ -313,7 +313,7 @@ def test_a_successor_sends_the_entries_of_an_echo_that_the_client_has_not_had(
         whole = engine.run([asked])[0]
         said = whole.text.removeprefix(engine.intake.vocabulary.decode(ids))
         assert len(said) < len(whole.text)
-        for had in (1, SLICE_TOKENS + 5, len(ids)):
+        for had in (1, SCORED_SLICE_TOKENS + 5, len(ids)):
             rest = engine.run([structs.replace(asked, rid=next(rids), echo_scored=had)])[0]
             assert (rest.text, rest.ids) == (said, whole.ids)
             assert [each.token for each in rest.logprobs] == [each.token for each in whole.logprobs[had:]]
@@ -342,7 +342,7 @@ def test_a_row_that_is_scored_again_after_a_failed_tick_sends_no_entry_of_its_ec
         whole = engine.run([scored(ids)])[0]
         monkeypatch.setattr(Batch, "_park", fail_once)
         again = engine.run([scored(ids)])[0]
-    assert runs.count(SLICE_TOKENS) == 2, "it began again"
+    assert runs.count(SCORED_SLICE_TOKENS) == 2, "it began again"
     assert (again.text, len(again.logprobs), again.ids) == (whole.text, len(whole.logprobs), whole.ids)
 
 

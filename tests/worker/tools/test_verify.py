@@ -23,8 +23,7 @@ from tests.support.reading_models import build_embedder, build_reranker
 from tests.support.scale import scaled
 from worker.embedding.load_model import EmbeddingInput, Numbers, load_embedding_model
 from worker.start.checked_model import load_checked
-from worker.tools.verify.__main__ import main
-from worker.tools.verify.audio_and_embedding_checks import reader_checks
+from worker.tools.verify.__main__ import main, reader_checks
 from worker.tools.verify.verifier import Verifier, reference_of
 
 NAMES = [

@@ -12,7 +12,7 @@ from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.small_towers import small_towers
 from tests.support.vision_models import MediaPrompt, build, image, prompt
-from worker.engine import question_rows
+from worker.engine import generator
 from worker.engine import row as questions
 
 
@@ -43,7 +43,7 @@ def test_answers_behind_an_image_are_those_of_the_whole_prompt(
 ) -> None:
     # A slice is smaller than the image, whose tokens see each other in one of these families.
     monkeypatch.setattr(questions, "SLICE_TOKENS", 3)
-    monkeypatch.setattr(question_rows, "SLICE_TOKENS", 3)
+    monkeypatch.setattr(generator, "SLICE_TOKENS", 3)
     with small_towers():
         folder = build(family, tmp_path / family)
         given = prompt(family, 1, [9, image(family, np.random.default_rng(3), 4, 4), 14])

@@ -39,7 +39,7 @@ def test_entries_before_in_and_behind_an_image_are_those_of_what_comes_before(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A slice is smaller than the image, whose tokens see each other in one of these families.
-    monkeypatch.setattr(generator, "SLICE_TOKENS", 3)
+    monkeypatch.setattr(generator, "SCORED_SLICE_TOKENS", 3)
     with small_towers():
         folder = build(family, tmp_path / family)
         asked = prompt(family, 1, [9, image(family, np.random.default_rng(3), 4, 4), 7])

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from gateway.api.anthropic.response import MessageStream
@@ -40,9 +40,9 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ga
 
 
 @pytest.fixture
-async def real(demo_daemon: DaemonProcess) -> AsyncGenerator[httpx.AsyncClient, None]:
+async def real(demo_daemon: DaemonProcess) -> AsyncGenerator[httpx2.AsyncClient, None]:
     """Served by the embedded model."""
-    async with httpx.AsyncClient(base_url=demo_daemon.url, timeout=DEADLINE_S) as client:
+    async with httpx2.AsyncClient(base_url=demo_daemon.url, timeout=DEADLINE_S) as client:
         yield client
 
 
@@ -260,7 +260,7 @@ def input_tokens(body: dict[str, Any]) -> int:
     ],
     ids=["plain", "tools", "thinking", "prefill"],
 )
-async def test_a_count_is_the_usage_of_the_same_request(real: httpx.AsyncClient, fields: dict[str, Any]) -> None:
+async def test_a_count_is_the_usage_of_the_same_request(real: httpx2.AsyncClient, fields: dict[str, Any]) -> None:
     body = asking("Hello.", **fields)
     counted = (await real.post(COUNT, json=body)).json()
     whole = (await real.post(PATH, json=body)).json()
@@ -270,7 +270,7 @@ async def test_a_count_is_the_usage_of_the_same_request(real: httpx.AsyncClient,
     assert input_tokens(stream[-2]) == input_tokens(stream[0]["message"]) == input_tokens(whole)
 
 
-async def test_many_counts_at_once_are_answered(real: httpx.AsyncClient) -> None:
+async def test_many_counts_at_once_are_answered(real: httpx2.AsyncClient) -> None:
     answers = await asyncio.gather(*(real.post(COUNT, json=asking("x" * n)) for n in range(1, 26)))
 
     counts = [answer.json()["input_tokens"] for answer in answers]
@@ -278,7 +278,7 @@ async def test_many_counts_at_once_are_answered(real: httpx.AsyncClient) -> None
     assert counts[-1] > counts[0]
 
 
-async def test_a_prompt_that_is_too_long_has_the_words_that_clients_parse(real: httpx.AsyncClient) -> None:
+async def test_a_prompt_that_is_too_long_has_the_words_that_clients_parse(real: httpx2.AsyncClient) -> None:
     body = asking("one two three " * 60, model="small")
     counted = (await real.post(COUNT, json=body)).json()["input_tokens"]
     for stream in (False, True):
@@ -289,28 +289,28 @@ async def test_a_prompt_that_is_too_long_has_the_words_that_clients_parse(real: 
         assert answer.json()["error"]["message"] == f"prompt is too long: {counted} tokens > 256 maximum"
 
 
-async def test_more_tokens_than_the_window_holds_are_clamped(real: httpx.AsyncClient) -> None:
+async def test_more_tokens_than_the_window_holds_are_clamped(real: httpx2.AsyncClient) -> None:
     answer = await real.post(PATH, json=asking("What is the capital of France?", model="small", max_tokens=32000))
 
     assert answer.status_code == 200, answer.text
     assert answer.json()["content"] == [{"type": "text", "text": "Paris."}]
 
 
-async def test_a_prefilled_answer_is_continued(real: httpx.AsyncClient) -> None:
+async def test_a_prefilled_answer_is_continued(real: httpx2.AsyncClient) -> None:
     question = {"role": "user", "content": "Count from 3 to 9."}
     body = asking("", messages=[question, {"role": "assistant", "content": "3, 4, 5,"}])
 
     assert (await real.post(PATH, json=body)).json()["content"][0]["text"] == " 6, 7, 8, 9"
 
 
-async def test_a_stop_sequence_is_named_and_not_said(real: httpx.AsyncClient) -> None:
+async def test_a_stop_sequence_is_named_and_not_said(real: httpx2.AsyncClient) -> None:
     body = (await real.post(PATH, json=asking("Count from 3 to 9.", stop_sequences=["x", ", 6"]))).json()
 
     assert body["content"] == [{"type": "text", "text": "3, 4, 5"}]
     assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", ", 6")
 
 
-async def test_thinking_comes_when_it_is_asked_for(real: httpx.AsyncClient) -> None:
+async def test_thinking_comes_when_it_is_asked_for(real: httpx2.AsyncClient) -> None:
     kinds: dict[str, list[str]] = {}
     for kind in ("enabled", "disabled", "adaptive", "absent"):
         fields = {} if kind == "absent" else {"thinking": {"type": kind}}
@@ -322,7 +322,7 @@ async def test_thinking_comes_when_it_is_asked_for(real: httpx.AsyncClient) -> N
     assert kinds["disabled"] == kinds["adaptive"] == kinds["absent"] == ["text"]
 
 
-async def test_a_stream_says_what_the_whole_message_says(real: httpx.AsyncClient) -> None:
+async def test_a_stream_says_what_the_whole_message_says(real: httpx2.AsyncClient) -> None:
     body = asking("What is 12 plus 30?", max_tokens=200, thinking={"type": "enabled"})
     whole = (await real.post(PATH, json=body)).json()
     stream = events((await real.post(PATH, json=body | {"stream": True})).text)
@@ -351,7 +351,7 @@ async def test_a_block_that_is_no_part_of_an_answer_is_refused_in_one(gateway: G
     assert answer.json()["error"]["message"].startswith("messages.1.content.1: ")
 
 
-async def test_a_seed_is_used_and_named_as_in_the_other_dialects(gateway: Gateway, real: httpx.AsyncClient) -> None:
+async def test_a_seed_is_used_and_named_as_in_the_other_dialects(gateway: Gateway, real: httpx2.AsyncClient) -> None:
     reply = await gateway.client.post(PATH, json=message(seed=7))
     assert reply.headers["x-mlxd-seed"] == "7"
     assert "x-mlxd-ignored" not in reply.headers

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from gateway.access.key import Key, KeyFile
@@ -38,17 +38,17 @@ def lines(count: int, **fields: Any) -> bytes:
     return b"\n".join(json.dumps(each).encode() for each in made)
 
 
-async def uploaded(client: httpx.AsyncClient, content: bytes) -> httpx.Response:
+async def uploaded(client: httpx2.AsyncClient, content: bytes) -> httpx2.Response:
     return await client.post("/v1/files", files={"file": ("a.jsonl", content)}, data={"purpose": "batch"})
 
 
-async def begun(client: httpx.AsyncClient, content: bytes) -> str:
+async def begun(client: httpx2.AsyncClient, content: bytes) -> str:
     file = (await uploaded(client, content)).json()
     body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
     return (await client.post("/v1/batches", json=body)).json()["id"]
 
 
-async def batch(client: httpx.AsyncClient, batch_id: str) -> dict[str, Any]:
+async def batch(client: httpx2.AsyncClient, batch_id: str) -> dict[str, Any]:
     return (await client.get(f"/v1/batches/{batch_id}")).json()
 
 
@@ -58,7 +58,7 @@ async def poll(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def ended(client: httpx.AsyncClient, batch_id: str) -> dict[str, Any]:
+async def ended(client: httpx2.AsyncClient, batch_id: str) -> dict[str, Any]:
     async def is_over() -> bool:
         return (await batch(client, batch_id))["status"] in ("completed", "failed", "expired", "cancelled")
 
@@ -159,7 +159,7 @@ async def test_a_key_that_is_revoked_ends_its_batch_with_errors(home: Path) -> N
         assert view.failed > 0
 
 
-def httpx_with(gateway: Gateway, headers: dict[str, str]) -> httpx.AsyncClient:
+def httpx_with(gateway: Gateway, headers: dict[str, str]) -> httpx2.AsyncClient:
     gateway.client.headers.update(headers)
     return gateway.client
 

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import msgspec
 import pytest
 
@@ -117,7 +117,7 @@ async def heard(
             assert stream.status_code == 200
             async for text in stream.aiter_text():
                 pieces.append(text)
-    except httpx.TransportError:
+    except httpx2.TransportError:
         pass
     told = "".join(pieces)
     return events(told[: told.rfind("\n\n") + 2])

@@ -7,7 +7,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from gateway.access.key import Key, KeyFile
@@ -32,7 +32,7 @@ async def test_a_key_made_again_under_a_revoked_keys_name_has_nothing_of_it(tmp_
     secret = {"type": "message", "role": "user", "id": "msg_mine", "content": "secret words"}
     async with running(tmp_path, ["--step-ms", "5"]) as gateway:
 
-        async def post(headers: dict[str, str], **fields: Any) -> httpx.Response:
+        async def post(headers: dict[str, str], **fields: Any) -> httpx2.Response:
             return await gateway.client.post(PATH, json=asking(2, **fields), headers=headers)
 
         stored = (await post(first, input=[secret], background=False)).json()["id"]

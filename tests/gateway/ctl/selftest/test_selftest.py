@@ -52,7 +52,7 @@ class Answering(RealMachine):
         return 0, self.answers.get(Path(argv[0]).name, "")
 
 
-# httpcore leaves the socket of a refused connection to the garbage collector.
+# httpcore2 leaves the socket of a refused connection to the garbage collector.
 refuses_connections = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from msgspec.structs import replace
 
@@ -128,7 +128,7 @@ async def door(
             yield gateway, home
 
 
-async def ask(gateway: Gateway, model: str = "far", **fields: Any) -> httpx.Response:
+async def ask(gateway: Gateway, model: str = "far", **fields: Any) -> httpx2.Response:
     headers = fields.pop("headers", {})
     return await gateway.client.post("/v1/chat/completions", json=chat(model=model) | fields, headers=headers)
 
