@@ -1,7 +1,4 @@
-"""Generator of training data: mixes conversations of every skill, with system prompts like those that clients send.
-
-`python -m deploy.demo_model.corpus 5` prints samples.
-"""
+"""Generator of training data: mixes conversations of every skill, with system prompts like those that clients send."""
 
 from collections.abc import Callable
 from typing import Any, Final

@@ -366,6 +366,3 @@ def previous(src: Source) -> Sample:
         )
     _say(messages, question, answer, "I look at the conversation.")
     return Sample("multi-turn", messages, "contains", (answer,))
-
-
-SKILLS: Final = ((recall, 10.0), (not_told, 0.7), (previous, 1.0))
