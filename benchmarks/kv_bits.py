@@ -182,7 +182,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 def _answers(samples: "Sequence[Sample]", bits: int) -> tuple[list[list[int]], int]:
     """Return the ids of each answer, and the number of right answers."""
-    from deploy.demo_model.train.tokenizer import Renderer
+    from deploy.demo_model.tokenizer import Renderer
     from protocol.spec import WorkerSpec
     from tests.support.demo_answers import is_right, parse
     from worker.start.checked_model import load_checked

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from deploy.demo_model.train import training as text
-from deploy.demo_model.train.training import CONTEXT, IGNORED
+from deploy.demo_model import training as text
+from deploy.demo_model.training import CONTEXT, IGNORED
 from tokenizers import Tokenizer
 from torch import Tensor
 

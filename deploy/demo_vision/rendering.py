@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import jinja2
 import numpy as np
-from deploy.demo_model.train import tokenizer as text
+from deploy.demo_model import tokenizer as text
 from PIL import Image
 from tokenizers import Tokenizer
 

@@ -7,7 +7,7 @@ import pytest
 
 from deploy.demo_model.corpus import generate
 from deploy.demo_model.corpus.words import RARE, Source, is_held_out, own_words
-from deploy.demo_model.train.tokenizer import MARKS, SPECIAL
+from deploy.demo_model.tokenizer import MARKS, SPECIAL
 
 
 def test_the_data_is_that_of_the_shipped_weights() -> None:

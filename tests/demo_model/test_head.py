@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deploy.demo_model.corpus.generate import held_out_samples
-from deploy.demo_model.train.tokenizer import Renderer
+from deploy.demo_model.tokenizer import Renderer
 from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.demo_answers import SHIPPED
 from tests.support.engine import EngineHarness, spec

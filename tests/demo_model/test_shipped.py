@@ -11,7 +11,7 @@ from mlx_lm import generate, load, stream_generate
 
 from deploy.demo_model.corpus.generate import CATEGORIES, held_out_samples
 from deploy.demo_model.corpus.samples import Sample
-from deploy.demo_model.train.tokenizer import Renderer
+from deploy.demo_model.tokenizer import Renderer
 from tests.support.demo_answers import SHIPPED, DemoReply, is_right, parse
 from tests.support.scale import scaled
 
