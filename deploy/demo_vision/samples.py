@@ -7,8 +7,20 @@ from typing import Any, Final
 
 from deploy.demo_model.corpus.words import Source
 
-from .comparisons import motion, two_pictures
-from .questions import Asked, Clip, Medium, colour, count, described, digits, position, shape, words
+from .questions import (
+    Asked,
+    Clip,
+    Medium,
+    colour,
+    count,
+    described,
+    digits,
+    motion,
+    position,
+    shape,
+    two_pictures,
+    words,
+)
 
 SEED: Final = 20261122
 

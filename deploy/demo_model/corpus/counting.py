@@ -1,9 +1,12 @@
 """Counting skills: count numbers, words, letters and things, and spell words."""
 
-from .files import phrasings
+from typing import Final
+
+from .files import phrasings, word_list
 from .samples import Turn
 from .words import Source
-from .world import ORDINALS
+
+ORDINALS: Final = word_list("ordinals")
 
 
 def counting(src: Source) -> Turn:
