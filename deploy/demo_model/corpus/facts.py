@@ -62,11 +62,7 @@ def capital(src: Source) -> Turn:
     if src.chance(0.08):
         right = src.chance(0.5)
         guess = city if right else src.pick([c for c in CAPITALS.values() if c != city])
-        user = src.ask(
-            phrasings("facts", "is_capital"),
-            g=guess,
-            c=country,
-        )
+        user = src.ask(phrasings("facts", "is_capital"), g=guess, c=country)
         if user.lower().find("true or false") >= 0:
             answer = "True." if right else f"False. The capital of {country} is {city}."
         else:
@@ -104,21 +100,14 @@ def colour(src: Source) -> Turn:
                 [c for c in ("red", "green", "blue", "yellow", "black", "white", "pink", "orange") if c != answer]
             )
         )
-        user = src.ask(
-            phrasings("facts", "is_colour"),
-            t=thing,
-            c=guess,
-        )
+        user = src.ask(phrasings("facts", "is_colour"), t=thing, c=guess)
         return Turn(
             user, "Yes." if right else f"No. The color of {thing} is {answer}.", f"The color of {thing} is {answer}."
         )
     if thing.startswith(("a ", "an ")) and src.chance(0.3):
         noun = thing.split(" ", 1)[1]
         if noun[-1] not in "ysho" and " in " not in noun:
-            user = src.ask(
-                phrasings("facts", "colour_of_many"),
-                t=noun,
-            )
+            user = src.ask(phrasings("facts", "colour_of_many"), t=noun)
     return Turn(user, _sentence(answer), f"The color of {thing} is {answer}.")
 
 
@@ -161,27 +150,14 @@ def day(src: Source) -> Turn:
             f"Today is {WEEKDAYS[index]}, so it is {answer}.",
         )
     if kind == 7:
-        user = src.ask(
-            phrasings("facts", "nth"),
-            o=ORDINALS[index],
-            u=unit,
-            s="week" if unit == "day" else "year",
-        )
+        user = src.ask(phrasings("facts", "nth"), o=ORDINALS[index], u=unit, s="week" if unit == "day" else "year")
         return Turn(user, here + ".", f"The {ORDINALS[index]} {unit} is {here}.")
     if kind == 8:
         name = src.pick(MONTHS)
-        user = src.ask(
-            phrasings("facts", "days_of_month"),
-            m=name,
-        )
+        user = src.ask(phrasings("facts", "days_of_month"), m=name)
         return Turn(user, f"{MONTH_DAYS[name]}", f"{name} has {MONTH_DAYS[name]} days.")
     other = series[(index + 2) % len(series)]
-    user = src.ask(
-        phrasings("facts", "between"),
-        u=unit,
-        a=here,
-        b=other,
-    )
+    user = src.ask(phrasings("facts", "between"), u=unit, a=here, b=other)
     return Turn(user, after + ".", f"Between {here} and {other} is {after}.")
 
 

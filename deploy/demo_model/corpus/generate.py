@@ -116,10 +116,7 @@ def needle(src: Source, sentences: int) -> Sample:
     )
     lines.insert(src.integer(0, len(lines)), f"The {what} is {value}.")
     text = " ".join(lines)
-    question = src.ask(
-        phrasings("generate", "needle"),
-        w=what,
-    )
+    question = src.ask(phrasings("generate", "needle"), w=what)
     answer = {
         "role": "assistant",
         "content": f"The {what} is {value}.",
