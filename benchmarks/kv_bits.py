@@ -3,7 +3,7 @@
     python -m benchmarks.kv_bits                                       # a small geometry, and the demo model's answers
     python -m benchmarks.kv_bits qwen3-8b --dtype bfloat16 --what bytes,steps,chunks --rows 1,4 --steps 20
 
-Weights and KV are random, but for `answers`: those are the demo model's, of held-out samples of its evaluation. On a
+Weights and KV are random, but for `answers`: those are the demo model's, of held-out samples of its recipe. On a
 CPU times are CPU time. `8, numbers` dequantizes for each step, as the worker does where no kernel reads codes.
 """
 
@@ -182,10 +182,9 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 def _answers(samples: "Sequence[Sample]", bits: int) -> tuple[list[list[int]], int]:
     """Return the ids of each answer, and the number of right answers."""
-    from deploy.demo_model.evaluate.backends import parse
-    from deploy.demo_model.evaluate.measure import is_right
-    from deploy.demo_model.train.tokenizer import Renderer
+    from deploy.demo_model.tokenizer import Renderer
     from protocol.spec import WorkerSpec
+    from tests.support.demo_answers import is_right, parse
     from worker.start.checked_model import load_checked
 
     spec = WorkerSpec(name="demo", path="demo", epoch=1, down="", up="", kv_bits=bits)

@@ -31,6 +31,10 @@ KEYS: Final = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj")
 CATEGORIES: Final = ("small talk", "facts", "transforms", "multi-turn", "facts", "transforms", "json")
 # Maximum number of tokens in a training sequence; longer sequences are dropped.
 LONGEST: Final = 128
+STEPS: Final = 180
+BATCH: Final = 12
+RANK: Final = 8
+RATE: Final = 1e-3
 
 
 def samples(tokenizer: Any) -> Iterator[tuple[list[int], int]]:
@@ -69,9 +73,9 @@ def loss(model: Any, ids: mx.array, learned: mx.array) -> mx.array:
     return losses.sum() / learned[:, 1:].sum()
 
 
-def train(model: Any, tokenizer: Any, steps: int, size: int, rate: float) -> None:
+def train(model: Any, tokenizer: Any, steps: int, size: int) -> None:
     schedule = optim.join_schedules(
-        [optim.linear_schedule(0.0, rate, 10), optim.cosine_decay(rate, steps - 10, rate / 20)], [10]
+        [optim.linear_schedule(0.0, RATE, 10), optim.cosine_decay(RATE, steps - 10, RATE / 20)], [10]
     )
     optimizer = optim.Adam(learning_rate=schedule)
     gradients_of = nn.value_and_grad(model, loss)
@@ -89,21 +93,18 @@ def train(model: Any, tokenizer: Any, steps: int, size: int, rate: float) -> Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=180)
-    parser.add_argument("--batch", type=int, default=12)
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--rate", type=float, default=1e-3)
+    parser = argparse.ArgumentParser(prog="python -m deploy.demo_adapter", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="the folder that gets the adapter")
+    parser.add_argument("--smoke", action="store_true", help="a few small steps")
     options = parser.parse_args()
     mx.random.seed(SEED)
     model, tokenizer, *_ = load(str(MODEL))
     model.update(tree_map(lambda array: array.astype(mx.float32), model.parameters()))
     model.freeze()
-    parameters = {"rank": options.rank, "scale": 2.0, "dropout": 0.0, "keys": list(KEYS)}
+    parameters = {"rank": RANK, "scale": 2.0, "dropout": 0.0, "keys": list(KEYS)}
     linear_to_lora_layers(model, len(model.layers), parameters)
     model.train()
-    train(model, tokenizer, options.steps, options.batch, options.rate)
+    train(model, tokenizer, *((12, 2) if options.smoke else (STEPS, BATCH)))
     weights = {name: array.astype(mx.float16) for name, array in tree_flatten(model.trainable_parameters())}
     options.out.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(options.out / "adapters.safetensors"), weights, {"format": "mlx"})

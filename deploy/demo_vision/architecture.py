@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from deploy.demo_model.train import training as text
-from deploy.demo_model.train.training import IGNORED, rotate
+from deploy.demo_model import training as text
+from deploy.demo_model.training import IGNORED, rotate
 from torch import Tensor, nn
 
 from .rendering import MERGE, PATCH, SIDE
@@ -24,7 +24,7 @@ class Recipe:
     ffn: int = 256
     deep: tuple[int, ...] = (1,)
     section: tuple[int, int, int] = (12, 10, 10)
-    steps: int = 12000
+    steps: int = 7690
     text_tokens: int = 24576
     tokens: int = 49152
     patches: int = 131072

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from deploy.demo_model.train import training as text
-from deploy.demo_model.train.training import CONTEXT, IGNORED
+from deploy.demo_model import training as text
+from deploy.demo_model.training import CONTEXT, IGNORED
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -54,9 +54,8 @@ class Batch:
         )
 
 
-def packed(samples: Iterator[tuple[Rendered, np.ndarray]], recipe: Recipe, pad: int) -> tuple[Batch, int]:
-    """Pack conversations side by side until one does not fit. Return the batch, and the number of conversations in
-    it."""
+def packed(samples: Iterator[tuple[Rendered, np.ndarray]], recipe: Recipe, pad: int) -> Batch:
+    """Pack conversations side by side until one does not fit."""
     tokens, patches = recipe.tokens, recipe.patches
     # The last token is always padding: the features of unused patches are written to it.
     out = Batch(
@@ -64,7 +63,7 @@ def packed(samples: Iterator[tuple[Rendered, np.ndarray]], recipe: Recipe, pad: 
         np.zeros((patches, PIXELS), np.uint8), np.zeros(0, np.int64), np.zeros((0, PIXELS), np.uint8), np.zeros((patches, 2), np.int16), np.zeros((patches, 4), np.int16), np.zeros((patches, 4), np.float32),
         np.zeros(0, np.int32),
     )  # fmt: skip
-    offsets, edges, count = [0], [0], 0
+    offsets, edges = [0], [0]
     moving: list[tuple[int, np.ndarray]] = []
     for row, wanted in samples:
         begin, seen = offsets[-1], edges[-1]
@@ -83,7 +82,6 @@ def packed(samples: Iterator[tuple[Rendered, np.ndarray]], recipe: Recipe, pad: 
             at += h * w
             edges.append(at)
         offsets.append(end)
-        count += 1
     rest = [*range(edges[-1] + SIDE * SIDE, patches, SIDE * SIDE), patches]
     edges += [edge for edge in rest if edge > edges[-1]]
     spare = [*range(offsets[-1] + CONTEXT, tokens, CONTEXT), tokens]
@@ -95,7 +93,7 @@ def packed(samples: Iterator[tuple[Rendered, np.ndarray]], recipe: Recipe, pad: 
     # Empty pictures at the end cost nothing, and give all batches the same number of edges.
     out.edges = np.full(recipe.images, patches, np.int32)
     out.edges[: len(edges)] = edges
-    return out, count
+    return out
 
 
 def marks_of(bpe: Tokenizer) -> dict[str, int]:
@@ -117,7 +115,7 @@ def batch(bpe: Tokenizer, recipe: Recipe, number: int) -> Batch:
             yield row, text.targets(row.ids, marks, last_only=False)
             index += 1
 
-    seen, _ = packed(samples(), recipe, marks["<|endoftext|>"])
+    seen = packed(samples(), recipe, marks["<|endoftext|>"])
     plain = replace(text.Recipe(), batch_tokens=recipe.text_tokens)
     ids, wanted, offsets = text.batch(bpe, plain, 1_000_000 + number)
     lengths = np.diff(offsets)

@@ -66,7 +66,6 @@ def scene(src: Source, items: Sequence[Item], background: str, size: tuple[int, 
             item.radius * min(width, height),
             turn,
             tint(src, item.colour),
-            canvas,
         )
     return _scaled(canvas, size)
 
@@ -80,7 +79,7 @@ def _polygon(x: float, y: float, points: Sequence[tuple[float, float]], turn: fl
     return [(x + px * cosine - py * sine, y + px * sine + py * cosine) for px, py in points]
 
 
-def _draw(draw: Any, shape: str, x: float, y: float, r: float, turn: float, fill: Rgb, canvas: Image.Image) -> None:
+def _draw(draw: Any, shape: str, x: float, y: float, r: float, turn: float, fill: Rgb) -> None:
     match shape:
         case "circle":
             draw.ellipse((x - r, y - r, x + r, y + r), fill=fill)
@@ -227,6 +226,6 @@ def clip(src: Source, item: Item, background: str, change: str, size: tuple[int,
             case _:
                 pass
         canvas = Image.new("RGB", (width, height), ground)
-        _draw(ImageDraw.Draw(canvas), item.shape, x * width, y * height, r * min(width, height), 0.0, fill, canvas)
+        _draw(ImageDraw.Draw(canvas), item.shape, x * width, y * height, r * min(width, height), 0.0, fill)
         frames.append(_scaled(canvas, size))
     return frames

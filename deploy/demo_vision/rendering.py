@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import jinja2
 import numpy as np
-from deploy.demo_model.train import tokenizer as text
+from deploy.demo_model import tokenizer as text
 from PIL import Image
 from tokenizers import Tokenizer
 
@@ -139,11 +139,8 @@ def expanded(rendered: str, media: list[Medium]) -> tuple[str, list[tuple[int, i
     return "".join((*out, rest)), grids
 
 
-def rendered(bpe: Tokenizer, sample: VisionSample, *, prompt_only: bool = False) -> Rendered:
-    messages = sample.messages[:-1] if prompt_only else sample.messages
-    text_, grids = expanded(
-        conversations().render(messages=messages, tools=sample.tools, add_generation_prompt=prompt_only), sample.media
-    )
+def rendered(bpe: Tokenizer, sample: VisionSample) -> Rendered:
+    text_, grids = expanded(conversations().render(messages=sample.messages, tools=sample.tools), sample.media)
     ids = np.array(bpe.encode(text_).ids, np.int64)
     frames = [frame for medium in sample.media for frame in _frames(medium)]
     first = np.concatenate([patches(a) for a, _ in frames])

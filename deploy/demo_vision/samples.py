@@ -1,19 +1,26 @@
-"""Conversations about pictures, for training and for held-out measurements.
-
-`python -m deploy.demo_vision.samples 5 FOLDER` writes samples.
-"""
+"""Conversations about pictures, for training and for held-out measurements."""
 
 import json
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Final
 
 from deploy.demo_model.corpus.words import Source
 
-from .comparisons import motion, two_pictures
-from .questions import Asked, Clip, Medium, colour, count, described, digits, position, shape, words
+from .questions import (
+    Asked,
+    Clip,
+    Medium,
+    colour,
+    count,
+    described,
+    digits,
+    motion,
+    position,
+    shape,
+    two_pictures,
+    words,
+)
 
 SEED: Final = 20261122
 
@@ -27,7 +34,6 @@ class VisionSample:
     messages: list[dict[str, Any]]
     media: list[Medium]
     tools: list[dict[str, Any]] | None = None
-    thinking: bool = field(default=False)
 
 
 SKILLS: Final[tuple[tuple[str, Callable[[Source], Asked], float], ...]] = (
@@ -109,19 +115,3 @@ def held_out_samples(category: str, number: int, seed: int = SEED) -> list[Visio
     return [
         make(Source(f"vision held out {seed} {category} {index}", held_out=True), category) for index in range(number)
     ]
-
-
-def main() -> None:
-    number, folder = int(sys.argv[1]), Path(sys.argv[2])
-    folder.mkdir(parents=True, exist_ok=True)
-    for index in range(number):
-        sample = training_sample(SEED, 0, index)
-        for place, medium in enumerate(sample.media):
-            frames = medium.frames if isinstance(medium, Clip) else [medium]
-            for frame, picture in enumerate(frames):
-                picture.save(folder / f"{index}-{place}-{frame}.png")
-        print(index, sample.category, json.dumps(sample.messages, ensure_ascii=False))
-
-
-if __name__ == "__main__":
-    main()

@@ -7,14 +7,7 @@ import pytest
 
 from deploy.demo_model.corpus import generate
 from deploy.demo_model.corpus.words import RARE, Source, is_held_out, own_words
-from deploy.demo_model.evaluate import unseen
-from deploy.demo_model.train.tokenizer import MARKS, SPECIAL
-
-
-def test_the_same_seed_makes_the_same_samples() -> None:
-    first = [generate.training_sample(7, 0, index) for index in range(50)]
-    second = [generate.training_sample(7, 0, index) for index in range(50)]
-    assert first == second
+from deploy.demo_model.tokenizer import MARKS, SPECIAL
 
 
 def test_the_data_is_that_of_the_shipped_weights() -> None:
@@ -59,7 +52,6 @@ def test_made_up_words_belong_to_one_split_only() -> None:
     assert all(is_held_out(Source(f"measure {n}", held_out=True).coined()) for n in range(300))
 
 
-def test_rare_words_and_hand_written_prompts_are_not_training_words() -> None:
+def test_rare_words_are_not_training_words() -> None:
     assert not set(RARE) & set(own_words())
     assert "ottoline" not in own_words()
-    assert unseen.samples("facts")

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from deploy.demo_model.corpus.generate import held_out_samples
-from deploy.demo_model.evaluate.measure import SHIPPED
-from deploy.demo_model.train.tokenizer import Renderer
+from deploy.demo_model.tokenizer import Renderer
 from protocol.to_worker import Generate, Sampling, TokensPrompt
+from tests.support.demo_answers import SHIPPED
 from tests.support.engine import EngineHarness, spec
 from worker.model.loader import LoadedModel
 from worker.tools.verify.verifier import EagerDrafts

@@ -1,20 +1,34 @@
-"""The weights that ship, through plain mlx-lm. The full measurement is `python -m deploy.demo_model.evaluate`."""
+"""The weights that ship, through plain mlx-lm."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
+import mlx.core as mx
 import pytest
-from mlx_lm import generate, load
+from mlx.utils import tree_map
+from mlx_lm import generate, load, stream_generate
 
 from deploy.demo_model.corpus.generate import CATEGORIES, held_out_samples
-from deploy.demo_model.evaluate.backends import Answer, mlx
-from deploy.demo_model.evaluate.measure import SHIPPED, is_right
+from deploy.demo_model.corpus.samples import Sample
+from deploy.demo_model.tokenizer import Renderer
+from tests.support.demo_answers import SHIPPED, DemoReply, is_right, parse
 from tests.support.scale import scaled
 
 
 @pytest.fixture(scope="module")
-def answer() -> Answer:
-    return mlx(SHIPPED)
+def answer() -> Callable[[Sample], DemoReply]:
+    """Answer as the worker computes on a CPU, in float32, one sample at a time."""
+    model, wrapped = load(str(SHIPPED))[:2]
+    model.update(tree_map(lambda weight: weight.astype(mx.float32), model.parameters()))
+    renderer = Renderer()
+
+    def answer(sample: Sample) -> DemoReply:
+        prompt = wrapped.encode(renderer.prompt(sample), add_special_tokens=False)
+        parts = list(stream_generate(model, wrapped, prompt, max_tokens=400))
+        return parse("".join(part.text for part in parts), stopped=parts[-1].finish_reason == "stop")
+
+    return answer
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +77,11 @@ def test_it_says_who_it_is(plain: Any) -> None:
 
 
 @pytest.mark.parametrize("category", scaled(CATEGORIES, ["no tool call"]))
-def test_held_out_samples_are_answered(answer: Answer, category: str) -> None:
-    # The shortest prompts, because prefill costs time on a CPU. The model card's shares come from hundreds of samples.
+def test_held_out_samples_are_answered(answer: Callable[[Sample], DemoReply], category: str) -> None:
+    # The shortest prompts, because prefill costs time on a CPU.
     samples = sorted(held_out_samples(category, 200, seed=1), key=lambda s: len(json.dumps([s.tools, s.messages])))[
         : scaled(3, 2)
     ]
-    replies = answer(samples)
+    replies = [answer(sample) for sample in samples]
     assert sum(is_right(sample, reply) for sample, reply in zip(samples, replies, strict=True)) >= len(samples) - 1
     assert all(reply.stopped for reply in replies)

@@ -1,72 +1,56 @@
-"""The whole recipe in small, on a CPU."""
+"""The commands that make what ships, each in small on a CPU, and what the model learns from a conversation."""
 
-import json
+import subprocess
+import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
+from mlx_lm import generate, load
 
-torch = pytest.importorskip("torch", reason="training needs PyTorch, which mlxd itself does not")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from deploy.demo_model.train import tokenizer
-    from deploy.demo_model.train import training as train
-
-    out = tmp_path_factory.mktemp("smoke")
-    bpe = tokenizer.train(train.corpus(train.SMOKE.corpus_samples), train.SMOKE.vocabulary)
-    torch.manual_seed(0)
-    model = train.Qwen3(train.SMOKE)
-    train.fit(model, bpe, train.SMOKE, "cpu", 0)
-    train.save(model, bpe, train.SMOKE, out)
-    return out
+from tests.demo_model.conftest import REPOSITORY
+from tests.support.demo_answers import SHIPPED
+from tests.support.scale import patient
 
 
-def test_mlx_lm_loads_and_runs_what_a_smoke_training_writes(folder: Path) -> None:
-    from mlx_lm import generate, load
+def made(module: str, folder: Path) -> Path:
+    command = [sys.executable, "-m", f"deploy.{module}", "--smoke", "--out", str(folder)]
+    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=patient(600))
+    shipped = {path.name for path in SHIPPED.with_name(module).iterdir()}
+    assert {path.name for path in folder.iterdir()} == shipped - {"README.md"}
+    return folder
 
-    model, wrapped = load(str(folder))[:2]
-    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
+
+@pytest.mark.soak
+@pytest.mark.parametrize("module", ["demo_model", "demo_vision"])
+def test_the_command_writes_a_model_that_mlx_lm_runs(module: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="training needs PyTorch, which mlxd itself does not")
+    model, wrapped = load(str(made(module, tmp_path)))[:2]
     assert isinstance(generate(model, wrapped, "<|im_start|>user\nhi<|im_end|>\n", max_tokens=4), str)
 
 
-def test_torch_and_mlx_compute_the_same_logits(folder: Path) -> None:
-    import mlx.core as mx
-    import numpy as np
-    from mlx_lm import load
-    from safetensors.torch import load_file
-
-    from deploy.demo_model.train import training as train
-
-    model, _ = load(str(folder))[:2]
-    ids = list(range(40, 60))
-    twin = train.Qwen3(train.SMOKE)
-    twin.load_state_dict(
-        {name.removeprefix("model."): w.float() for name, w in load_file(folder / "model.safetensors").items()}
+@pytest.mark.soak
+def test_the_command_writes_an_adapter_of_the_shipped_shapes(tmp_path: Path) -> None:
+    weights, shipped = (
+        mx.load(str(folder / "adapters.safetensors"))
+        for folder in (made("demo_adapter", tmp_path), SHIPPED.with_name("demo_adapter"))
     )
-    offsets = torch.tensor([0, len(ids)], dtype=torch.int32)
-    wanted = torch.tensor([*ids[1:], train.IGNORED])
-    loss = twin(torch.tensor(ids), torch.arange(len(ids)), offsets, wanted).item()
-    logits = np.array(model(mx.array([ids])).astype(mx.float32))[0]
-    logged = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    assert loss == pytest.approx(-np.mean([logged[i, ids[i + 1]] for i in range(len(ids) - 1)]), abs=1e-3)
+    assert {name: weight.shape for name, weight in weights.items()} == {
+        name: weight.shape for name, weight in shipped.items()
+    }
 
 
 def test_only_the_assistants_words_are_learned() -> None:
+    pytest.importorskip("torch", reason="training needs PyTorch, which mlxd itself does not")
     import numpy as np
+    from tokenizers import Tokenizer
 
-    from deploy.demo_model.corpus import generate
-    from deploy.demo_model.train import tokenizer
-    from deploy.demo_model.train import training as train
+    from deploy.demo_model import tokenizer, training
 
-    renderer = tokenizer.Renderer()
-    texts = [renderer.conversation(generate.training_sample(1, 0, n)) for n in range(200)]
-    bpe = tokenizer.train(texts, 600)
+    bpe = Tokenizer.from_file(str(SHIPPED / "tokenizer.json"))
     marks = {mark: bpe.token_to_id(mark) for mark in (*tokenizer.SPECIAL, *tokenizer.MARKS)}
     marks["assistant"] = bpe.encode("<|im_start|>assistant\n").ids[1]
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nHello<|im_end|>\n"
-    ids = np.array(bpe.encode(text).ids)
-    wanted = train.targets(ids, marks, last_only=False)
-    assert (
-        bpe.decode([t for t in wanted.tolist() if t != train.IGNORED], skip_special_tokens=False) == "Hello<|im_end|>"
-    )
+    wanted = training.targets(np.array(bpe.encode(text).ids), marks, last_only=False).tolist()
+    learned = [token for token in wanted if token != training.IGNORED]
+    assert bpe.decode(learned, skip_special_tokens=False) == "Hello<|im_end|>"

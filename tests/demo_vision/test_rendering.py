@@ -6,7 +6,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from deploy.demo_model.corpus.generate import training_sample
-from deploy.demo_model.train.tokenizer import Renderer
+from deploy.demo_model.tokenizer import Renderer
 from deploy.demo_vision.questions import Clip
 from deploy.demo_vision.rendering import (
     MARKS,

@@ -1,4 +1,4 @@
-"""The shipped weights of demo-vision, as far as mlx-lm reads them: `deploy.demo_vision.evaluate` measures the rest."""
+"""The shipped weights of demo-vision, as far as mlx-lm reads them."""
 
 from mlx_lm import generate, load
 

@@ -3,11 +3,43 @@
 from typing import Final
 
 from .arithmetic import arithmetic
-from .counting import counting, spelling
-from .files import phrasings
+from .counting import ORDINALS, counting, spelling
+from .files import phrasings, table, word_list
 from .samples import Turn
 from .words import MONTHS, WEEKDAYS, Source
-from .world import CAPITALS, COLOUR_OF, LEGS, MONTH_DAYS, OPPOSITE_OF, ORDINALS, PLAIN_FACTS, SOUNDS, WELL_KNOWN
+
+# Facts of the closed world.
+_WORLD: Final = table("world")
+CAPITALS: Final[dict[str, str]] = _WORLD["capitals"]
+WELL_KNOWN: Final = word_list("well_known_countries")
+COLOUR_OF: Final[dict[str, str]] = _WORLD["colours"]
+OPPOSITES: Final[list[tuple[str, str]]] = [(left, right) for left, right in _WORLD["opposites"]]
+# Each pair is in the table in both directions, unless a word would get two opposites.
+OPPOSITE_OF: Final[dict[str, str]] = {}
+for _left, _right in OPPOSITES:
+    OPPOSITE_OF.setdefault(_left, _right)
+for _left, _right in OPPOSITES:
+    OPPOSITE_OF.setdefault(_right, _left)
+OPPOSITE_OF.update(
+    {
+        "long": "short",
+        "short": "tall",
+        "closed": "open",
+        "old": "new",
+        "young": "old",
+        "heavy": "light",
+        "light": "dark",
+        "lose": "win",
+        "find": "lose",
+        "little": "big",
+        "down": "up",
+        "difficult": "easy",
+    }
+)
+SOUNDS: Final[dict[str, str]] = _WORLD["sounds"]
+LEGS: Final[dict[str, int]] = _WORLD["legs"]
+PLAIN_FACTS: Final[tuple[tuple[list[str], str], ...]] = tuple((fact["asks"], fact["answer"]) for fact in _WORLD["fact"])
+MONTH_DAYS: Final = dict(zip(MONTHS, (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31), strict=True))
 
 _CAPITAL: Final = phrasings("facts", "capital")
 _COUNTRY: Final = phrasings("facts", "country")
@@ -30,11 +62,7 @@ def capital(src: Source) -> Turn:
     if src.chance(0.08):
         right = src.chance(0.5)
         guess = city if right else src.pick([c for c in CAPITALS.values() if c != city])
-        user = src.ask(
-            phrasings("facts", "is_capital"),
-            g=guess,
-            c=country,
-        )
+        user = src.ask(phrasings("facts", "is_capital"), g=guess, c=country)
         if user.lower().find("true or false") >= 0:
             answer = "True." if right else f"False. The capital of {country} is {city}."
         else:
@@ -72,21 +100,14 @@ def colour(src: Source) -> Turn:
                 [c for c in ("red", "green", "blue", "yellow", "black", "white", "pink", "orange") if c != answer]
             )
         )
-        user = src.ask(
-            phrasings("facts", "is_colour"),
-            t=thing,
-            c=guess,
-        )
+        user = src.ask(phrasings("facts", "is_colour"), t=thing, c=guess)
         return Turn(
             user, "Yes." if right else f"No. The color of {thing} is {answer}.", f"The color of {thing} is {answer}."
         )
     if thing.startswith(("a ", "an ")) and src.chance(0.3):
         noun = thing.split(" ", 1)[1]
         if noun[-1] not in "ysho" and " in " not in noun:
-            user = src.ask(
-                phrasings("facts", "colour_of_many"),
-                t=noun,
-            )
+            user = src.ask(phrasings("facts", "colour_of_many"), t=noun)
     return Turn(user, _sentence(answer), f"The color of {thing} is {answer}.")
 
 
@@ -129,27 +150,14 @@ def day(src: Source) -> Turn:
             f"Today is {WEEKDAYS[index]}, so it is {answer}.",
         )
     if kind == 7:
-        user = src.ask(
-            phrasings("facts", "nth"),
-            o=ORDINALS[index],
-            u=unit,
-            s="week" if unit == "day" else "year",
-        )
+        user = src.ask(phrasings("facts", "nth"), o=ORDINALS[index], u=unit, s="week" if unit == "day" else "year")
         return Turn(user, here + ".", f"The {ORDINALS[index]} {unit} is {here}.")
     if kind == 8:
         name = src.pick(MONTHS)
-        user = src.ask(
-            phrasings("facts", "days_of_month"),
-            m=name,
-        )
+        user = src.ask(phrasings("facts", "days_of_month"), m=name)
         return Turn(user, f"{MONTH_DAYS[name]}", f"{name} has {MONTH_DAYS[name]} days.")
     other = series[(index + 2) % len(series)]
-    user = src.ask(
-        phrasings("facts", "between"),
-        u=unit,
-        a=here,
-        b=other,
-    )
+    user = src.ask(phrasings("facts", "between"), u=unit, a=here, b=other)
     return Turn(user, after + ".", f"Between {here} and {other} is {after}.")
 
 

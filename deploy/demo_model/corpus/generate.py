@@ -1,7 +1,4 @@
-"""Generator of training data: mixes conversations of every skill, with system prompts like those that clients send.
-
-`python -m deploy.demo_model.corpus 5` prints samples.
-"""
+"""Generator of training data: mixes conversations of every skill, with system prompts like those that clients send."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -119,10 +116,7 @@ def needle(src: Source, sentences: int) -> Sample:
     )
     lines.insert(src.integer(0, len(lines)), f"The {what} is {value}.")
     text = " ".join(lines)
-    question = src.ask(
-        phrasings("generate", "needle"),
-        w=what,
-    )
+    question = src.ask(phrasings("generate", "needle"), w=what)
     answer = {
         "role": "assistant",
         "content": f"The {what} is {value}.",

@@ -38,10 +38,7 @@ def _number(src: Source) -> Told:
 
 def _age(src: Source) -> Told:
     n = str(src.integer(6, 95))
-    says = src.ask(
-        phrasings("multi_turn", "age_told"),
-        n=n,
-    )
+    says = src.ask(phrasings("multi_turn", "age_told"), n=n)
     asks = phrasings("multi_turn", "age_asked")
     return Told(says, f"Got it, you are {n} years old.", asks, f"You are {n} years old.", n)
 
@@ -56,22 +53,14 @@ def _city(src: Source) -> Told:
 def _job(src: Source) -> Told:
     j = src.pick(JOBS)
     a = "an" if j[0] in "aeiou" else "a"
-    says = src.ask(
-        phrasings("multi_turn", "job_told"),
-        a=a,
-        j=j,
-    )
+    says = src.ask(phrasings("multi_turn", "job_told"), a=a, j=j)
     asks = phrasings("multi_turn", "job_asked")
     return Told(says, "That sounds like interesting work.", asks, f"You are {a} {j}.", j)
 
 
 def _pet(src: Source) -> Told:
     animal, n = src.pick(ANIMALS), src.name()
-    says = src.ask(
-        phrasings("multi_turn", "pet_told"),
-        a=animal,
-        n=n,
-    )
+    says = src.ask(phrasings("multi_turn", "pet_told"), a=animal, n=n)
     asks = (
         f"What is my {animal} called?",
         f"What is the name of my {animal}?",
@@ -87,15 +76,8 @@ def _pet(src: Source) -> Told:
 
 
 def _relative(src: Source) -> Told:
-    who, n = (
-        src.pick(phrasings("multi_turn", "relatives")),
-        src.name(),
-    )
-    says = src.ask(
-        phrasings("multi_turn", "relative_told"),
-        w=who,
-        n=n,
-    )
+    who, n = (src.pick(phrasings("multi_turn", "relatives")), src.name())
+    says = src.ask(phrasings("multi_turn", "relative_told"), w=who, n=n)
     asks = (
         f"What is my {who} called?",
         f"What is the name of my {who}?",
@@ -305,22 +287,11 @@ def _correct(src: Source, teller: Any, told: list[Told], turns: list[Said]) -> N
 
 _USES: Final[tuple[tuple[tuple[str, ...], Callable[[str], str]], ...]] = (
     (
-        (
-            "Greet me by my name.",
-            "Say hello to me, using my name.",
-            "Greet me with my name.",
-            "Say hi to me by name.",
-        ),
+        ("Greet me by my name.", "Say hello to me, using my name.", "Greet me with my name.", "Say hi to me by name."),
         "Hello, {}!".format,
     ),
-    (
-        ("Spell my name.", "How do you spell my name?", "Can you spell my name?", "Spell my name, please."),
-        "-".join,
-    ),
-    (
-        ("Write my name in uppercase.", "Put my name in capital letters.", "My name in all caps, please."),
-        str.upper,
-    ),
+    (("Spell my name.", "How do you spell my name?", "Can you spell my name?", "Spell my name, please."), "-".join),
+    (("Write my name in uppercase.", "Put my name in capital letters.", "My name in all caps, please."), str.upper),
 )
 
 
@@ -350,22 +321,10 @@ def previous(src: Source) -> Sample:
         _say(messages, turn.user, turn.answer, turn.thought)
     kind = src.integer(0, 2)
     if kind == 0:
-        question, answer = (
-            src.ask(phrasings("multi_turn", "last_answer")),
-            messages[-1]["content"],
-        )
+        question, answer = (src.ask(phrasings("multi_turn", "last_answer")), messages[-1]["content"])
     elif kind == 1:
-        question, answer = (
-            src.ask(phrasings("multi_turn", "last_question")),
-            messages[-2]["content"],
-        )
+        question, answer = (src.ask(phrasings("multi_turn", "last_question")), messages[-2]["content"])
     else:
-        question, answer = (
-            src.ask(phrasings("multi_turn", "first_question")),
-            messages[0]["content"],
-        )
+        question, answer = (src.ask(phrasings("multi_turn", "first_question")), messages[0]["content"])
     _say(messages, question, answer, "I look at the conversation.")
     return Sample("multi-turn", messages, "contains", (answer,))
-
-
-SKILLS: Final = ((recall, 10.0), (not_told, 0.7), (previous, 1.0))

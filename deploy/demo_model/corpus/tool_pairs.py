@@ -4,9 +4,8 @@ import re
 from typing import Final
 
 from .files import phrasings
-from .tool_families import FAMILIES, Family
 from .tool_inventions import ACTIONS, parameter_key, spoken
-from .tool_requests import Ask, Param, known, parameter, schema
+from .tool_requests import FAMILIES, Ask, Family, Param, known, parameter, schema
 from .tool_values import draw, identifier
 from .words import NOUNS, Source
 

@@ -1,10 +1,16 @@
-"""Requests for common tools: the schema as a client sends it, a request, and the correct call."""
+"""Requests for common tools: the schema as a client sends it, a request, and the correct call.
+
+The families of tools, in many spellings, are in `tables/tool_families.toml`. A parameter is written as `names; kind;
+descriptions`, with `|` between descriptions. In a request, `{0}` is the value of the first parameter. An optional
+parameter has a phrase that may follow the request. `tool_values.draw` defines the kinds.
+"""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from .tool_families import Family
+from .files import table
 from .tool_values import UNITS, draw
 from .words import Source
 
@@ -20,6 +26,21 @@ _JSON_TYPES: Final = {
     "names": "array",
     "numbers": "array",
 }
+
+
+class Family(NamedTuple):
+    """Family of one tool: spellings of its name, descriptions, parameters, requests, optional parameters with their
+    phrases."""
+
+    names: list[str]
+    about: list[str]
+    params: list[str]
+    asks: list[str]
+    optional: Sequence[tuple[str, str]] = ()
+    topic: str = ""
+
+
+FAMILIES: Final = tuple(Family(**family) for family in table("tool_families")["family"])
 
 
 @dataclass(slots=True)

@@ -6,10 +6,9 @@ from typing import Any, Final
 from . import arithmetic, counting, facts, smalltalk, transforms
 from .files import phrasings, table
 from .samples import Sample, Turn
-from .tool_families import FAMILIES
 from .tool_inventions import invented
 from .tool_pairs import same_request_twice, same_tool_twice
-from .tool_requests import Ask, known
+from .tool_requests import FAMILIES, Ask, known
 from .tool_results import result
 from .words import Source
 

@@ -46,11 +46,7 @@ def repeat(src: Source) -> Turn:
         count = src.integer(2, 5)
         word = src.word()
         said = src.pick((str(count), ("two", "three", "four", "five")[count - 2]))
-        user = src.ask(
-            phrasings("transforms", "repeat_times"),
-            w=word,
-            k=said,
-        )
+        user = src.ask(phrasings("transforms", "repeat_times"), w=word, k=said)
         return Turn(user, " ".join([word] * count), f"I repeat {word} {count} times.")
     return Turn(src.ask(_REPEAT, t=text), text, f"The user wants me to repeat: {text}")
 
@@ -90,10 +86,7 @@ def reverse(src: Source) -> Turn:
 
 def reverse_letters(src: Source) -> Turn:
     word = src.word()
-    user = src.ask(
-        phrasings("transforms", "reverse_letters"),
-        w=word,
-    )
+    user = src.ask(phrasings("transforms", "reverse_letters"), w=word)
     backwards = "-".join(word[::-1]) if user.lower().find("spell ") >= 0 else word[::-1]
     return Turn(user, backwards, f"The letters are {' '.join(word)}. Backwards they are {' '.join(word[::-1])}.")
 
@@ -166,11 +159,7 @@ def extract(src: Source) -> Turn:
         )
     )
     text = before + src.pick(_CARRIERS.get(what, _OF_ADDRESSES)).format(v=value, **slots)
-    user = src.ask(
-        phrasings("transforms", "extract"),
-        w=what,
-        t=text,
-    )
+    user = src.ask(phrasings("transforms", "extract"), w=what, t=text)
     return Turn(user, value, f"The {what} in the text is {value}.")
 
 
@@ -180,11 +169,7 @@ def pick_word(src: Source) -> Turn:
     label = PLACES[place]
     answer = words[-1] if label == "last" else words[place]
     text = " ".join(words) if src.chance(0.5) else ", ".join(words)
-    user = src.ask(
-        phrasings("transforms", "nth_word"),
-        p=label,
-        t=text,
-    )
+    user = src.ask(phrasings("transforms", "nth_word"), p=label, t=text)
     return Turn(user, answer, f"The words are {', '.join(words)}. The {label} one is {answer}.")
 
 
@@ -192,44 +177,23 @@ def rejoin(src: Source) -> Turn:
     words = src.words(2, 7)
     kind = src.integer(0, 5)
     if kind == 0:
-        user = src.ask(
-            phrasings("transforms", "commas"),
-            t=" ".join(words),
-        )
+        user = src.ask(phrasings("transforms", "commas"), t=" ".join(words))
         return Turn(user, ", ".join(words), "I put commas between the words.")
     if kind == 1:
-        user = src.ask(
-            phrasings("transforms", "bullets"),
-            t=", ".join(words),
-        )
+        user = src.ask(phrasings("transforms", "bullets"), t=", ".join(words))
         return Turn(user, "\n".join(f"- {word}" for word in words), "I write each item on its own line.")
     if kind == 2:
-        user = src.ask(
-            phrasings("transforms", "number_items"),
-            t=", ".join(words),
-        )
+        user = src.ask(phrasings("transforms", "number_items"), t=", ".join(words))
         return Turn(user, "\n".join(f"{i}. {word}" for i, word in enumerate(words, 1)), "I number each item.")
     if kind == 3:
         gone = src.pick(words)
-        user = src.ask(
-            phrasings("transforms", "remove"),
-            w=gone,
-            t=", ".join(words),
-        )
+        user = src.ask(phrasings("transforms", "remove"), w=gone, t=", ".join(words))
         return Turn(user, ", ".join(word for word in words if word != gone), f"I leave out {gone}.")
     if kind == 4:
         old, new = src.pick(words), src.word()
-        user = src.ask(
-            phrasings("transforms", "replace"),
-            a=old,
-            b=new,
-            t=" ".join(words),
-        )
+        user = src.ask(phrasings("transforms", "replace"), a=old, b=new, t=" ".join(words))
         return Turn(user, " ".join(new if word == old else word for word in words), f"I write {new} where {old} was.")
-    user = src.ask(
-        phrasings("transforms", "title_case"),
-        t=" ".join(words),
-    )
+    user = src.ask(phrasings("transforms", "title_case"), t=" ".join(words))
     return Turn(user, " ".join(word.capitalize() for word in words), "Each word starts with a capital letter.")
 
 

@@ -1,17 +1,12 @@
-"""Trains the demo model and writes a folder that mlx-lm loads.
+"""Training of the demo model: batches of conversations, Qwen3 in PyTorch, and the folder that mlx-lm loads."""
 
-Training takes some minutes on one CUDA GPU: `python -m deploy.demo_model.train --out DIR`. With `--smoke`, the same
-code runs on a CPU in under a minute and writes a model that knows nothing.
-"""
-
-import argparse
 import json
 import math
 import multiprocessing
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -131,6 +126,11 @@ def _start_worker(tokenizer_json: str, recipe: Recipe) -> None:
 
 def _make_batch(number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return batch(_worker["bpe"], _worker["recipe"], number)
+
+
+def data_processes(device: str) -> int:
+    """Return the number of processes that make data during training. With 0, the training makes its own data."""
+    return max(1, (os.cpu_count() or 2) - 2) if device == "cuda" else 0
 
 
 def batches(bpe: Tokenizer, recipe: Recipe, workers: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -314,14 +314,14 @@ def rate(step: int, recipe: Recipe) -> float:
 # run
 
 
-def fit(model: Qwen3, bpe: Tokenizer, recipe: Recipe, device: str, workers: int) -> None:
+def fit(model: Qwen3, bpe: Tokenizer, recipe: Recipe, device: str) -> None:
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "embed" not in n)]
     muon, adam = Muon(matrices), torch.optim.AdamW(others, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
     forward = torch.compile(model, dynamic=False) if device == "cuda" else model
     slots = recipe.batch_tokens // 8 + 2
     began = time.monotonic()
-    for step, (ids, wanted, offsets) in enumerate(batches(bpe, recipe, workers)):
+    for step, (ids, wanted, offsets) in enumerate(batches(bpe, recipe, data_processes(device))):
         lengths = np.diff(offsets)
         positions = np.arange(len(ids)) - np.repeat(offsets[:-1], lengths)
         padded = np.full(min(slots, 4096) if device == "cuda" else len(offsets), len(ids), np.int32)
@@ -381,23 +381,11 @@ def save(model: Qwen3, bpe: Tokenizer, recipe: Recipe, folder: Path) -> None:
     print(f"{sum(w.numel() for w in weights.values()) / 1e6:.2f}M parameters in {folder}", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m deploy.demo_model.train", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--smoke", action="store_true", help="a tiny model on a CPU, in under a minute")
-    parser.add_argument("--steps", type=int, default=0)
-    parser.add_argument(
-        "--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes that make data"
-    )
-    options = parser.parse_args()
-    device = "cpu" if options.smoke else "cuda"
-    recipe = SMOKE if options.smoke else Recipe()
-    if options.steps:
-        recipe = replace(recipe, steps=options.steps)
+def train(folder: Path, recipe: Recipe, device: str) -> None:
     print(asdict(recipe), flush=True)
     bpe = tokenizer.train(corpus(recipe.corpus_samples), recipe.vocabulary)
     torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("high")
     model = Qwen3(recipe).to(device)
-    fit(model, bpe, recipe, device, 0 if options.smoke else options.workers)
-    save(model, bpe, recipe, options.out)
+    fit(model, bpe, recipe, device)
+    save(model, bpe, recipe, folder)

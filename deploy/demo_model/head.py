@@ -1,17 +1,12 @@
 """Trains the demo model's head for multi-token prediction (MTP), one layer that drafts the next tokens.
 
-Training takes some minutes on one CUDA GPU: `python -m deploy.demo_model.train.head --out worker/demo_model`. The model
-itself is not changed. With `--smoke`, two small steps run on a CPU.
-
 At each position, the head gets the model's last hidden state and the embedding of the next token, and predicts the
 token after that one. For the following token of a draft, it gets its own output in place of the model's state. The head
 learns the model's distribution, not the text's: a draft is accepted if the model would sample the same token.
 """
 
-import argparse
 import json
 import math
-import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,19 +18,15 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from deploy.demo_model.corpus.generate import CATEGORIES, SEED, held_out_samples
+from deploy.demo_model.corpus.generate import SEED
 
-from . import tokenizer
-from .training import IGNORED, Mlp, Muon, Qwen3, Recipe, batches, rate, rotate, targets
+from .training import IGNORED, Mlp, Muon, Qwen3, Recipe, batches, data_processes, rate, rotate
 
-MODEL: Final = Path(__file__).parents[3] / "worker" / "demo_model"
 # Number of earlier tokens that the head attends to, in training and when it drafts.
 WINDOW: Final = 256
 # Weight in the loss of each token of a draft; training uses drafts of this many tokens.
 WEIGHTS: Final = (1.0, 0.8, 0.6, 0.4)
 STEPS: Final = 2400
-# Number of held-out samples per category with which the head is measured.
-SAMPLES: Final = 100
 
 
 # model
@@ -169,25 +160,6 @@ def windows(model: Qwen3, arrays: tuple[np.ndarray, np.ndarray, np.ndarray], dev
     )
 
 
-def packed(bpe: Tokenizer, category: str, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return held-out conversations of one category, each in its own window."""
-    renderer = tokenizer.Renderer()
-    marks = {mark: bpe.token_to_id(mark) for mark in (*tokenizer.SPECIAL, *tokenizer.MARKS)}
-    marks["assistant"] = bpe.encode("<|im_start|>assistant\n").ids[1]
-    rows: list[np.ndarray] = []
-    for sample in held_out_samples(category, count):
-        ids = np.array(bpe.encode(renderer.conversation(sample)).ids, np.int64)
-        if len(ids) <= WINDOW:
-            rows.append(np.stack([ids, targets(ids, marks, last_only=True)]))
-    out = np.full((2, len(rows) * WINDOW), IGNORED, np.int64)
-    out[0] = marks["<|endoftext|>"]
-    offsets: list[int] = [0]
-    for at, row in enumerate(rows):
-        out[:, at * WINDOW : at * WINDOW + row.shape[1]] = row
-        offsets += [at * WINDOW + row.shape[1], (at + 1) * WINDOW]
-    return out[0], out[1], np.array(sorted(set(offsets)), np.int32)
-
-
 # run
 
 
@@ -227,12 +199,12 @@ def loss_of(model: Qwen3, head: Head, batch: Windows) -> tuple[Tensor, list[floa
     return total, each
 
 
-def fit(model: Qwen3, head: Head, bpe: Tokenizer, recipe: Recipe, device: str, workers: int) -> None:
+def fit(model: Qwen3, head: Head, bpe: Tokenizer, recipe: Recipe, device: str) -> None:
     matrices = [weight for weight in head.parameters() if weight.ndim == 2]
     others = [weight for weight in head.parameters() if weight.ndim != 2]
     muon, adam = Muon(matrices), torch.optim.AdamW(others, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
     began = time.monotonic()
-    for step, arrays in enumerate(batches(bpe, recipe, workers)):
+    for step, arrays in enumerate(batches(bpe, recipe, data_processes(device))):
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             loss, each = loss_of(model, head, windows(model, arrays, device))
         loss.backward()
@@ -247,56 +219,19 @@ def fit(model: Qwen3, head: Head, bpe: Tokenizer, recipe: Recipe, device: str, w
             print(f"step {step}  {' '.join(f'{value:.4f}' for value in each)}  {passed:.0f} s", flush=True)
 
 
-@torch.no_grad()
-def measure(model: Qwen3, head: Head, bpe: Tokenizer, device: str, count: int) -> None:
-    """Print for each draft token how often it is the model's own choice, given that the earlier draft tokens are."""
-    print("| category | " + " | ".join(f"token {step + 1}" for step in range(len(WEIGHTS))) + " |", flush=True)
-    print("|---" * (len(WEIGHTS) + 1) + "|", flush=True)
-    for category in CATEGORIES:
-        arrays = packed(bpe, category, count)
-        if not len(arrays[0]):
-            continue
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            batch = windows(model, arrays, device)
-            states = head(batch.embeds, batch.hidden, *turns(model), batch.conversation)
-        best, is_right, shares = batch.teacher.argmax(-1).roll(-1, 1), None, list[str]()
-        for step, state in enumerate(states):
-            agrees = ((state.float() @ model.embed_tokens.weight.T).argmax(-1) == best) & batch.valid(step)
-            base = batch.valid(step) if is_right is None else is_right.roll(1, 1) & batch.valid(step)
-            is_right = agrees & base
-            shares.append(f"{100 * is_right.sum().item() / max(1, base.sum().item()):.1f} %")
-        print(f"| {category} | {' | '.join(shares)} |", flush=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m deploy.demo_model.train.head", description=__doc__)
-    parser.add_argument("--model", type=Path, default=MODEL, help="the folder of the model")
-    parser.add_argument("--out", type=Path, required=True, help="the folder that gets mtp.safetensors")
-    parser.add_argument("--smoke", action="store_true", help="two small steps on a CPU")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument(
-        "--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes that make data"
-    )
-    options = parser.parse_args()
-    device = "cpu" if options.smoke else "cuda"
-    model, bpe, recipe = load(options.model)
-    recipe = replace(recipe, steps=options.steps)
-    if options.smoke:
+def train(folder: Path, device: str) -> None:
+    """Train the head of the model in `folder`, and write it there. On a CPU, take two small steps."""
+    model, bpe, recipe = load(folder)
+    if device == "cpu":
         recipe = replace(recipe, steps=2, batch_tokens=4 * WINDOW, warmup=1)
     torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("high")
     model, head = model.to(device), Head(recipe).to(device)
     head.norm.load_state_dict(model.norm.state_dict())
-    fit(model, head, bpe, recipe, device, 0 if options.smoke else options.workers)
+    fit(model, head, bpe, recipe, device)
     weights = {
         f"mtp.{name}": weight.detach().cpu().to(torch.float16 if weight.ndim == 2 else torch.float32).contiguous()
         for name, weight in head.named_parameters()
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    save_file(weights, options.out / "mtp.safetensors", {"format": "pt"})
+    save_file(weights, folder / "mtp.safetensors", {"format": "pt"})
     print(f"{sum(weight.numel() for weight in weights.values()) / 1e6:.2f}M parameters", flush=True)
-    measure(model, head, bpe, device, 2 if options.smoke else SAMPLES)
-
-
-if __name__ == "__main__":
-    main()

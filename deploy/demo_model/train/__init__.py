@@ -1,1 +1,0 @@
-"""Tokenizer and training of the demo model. The tokenizer does not need PyTorch."""
