@@ -71,17 +71,7 @@ def resolve(config: Mapping[str, Any], parallel: str, backend: str, *, has_cuda:
     return parallel, backend
 
 
-def parts_of(ranks: int, split: tuple[int, ...] | list[int]) -> list[float]:
-    """Return each rank's share of a model.
-
-    `split` has the number of layers of each rank; if empty, all shares are equal.
-    """
-    return [layers / sum(split) for layers in split] if split else [1 / max(1, ranks)] * ranks
-
-
-def refusal(
-    config: Mapping[str, Any], parallel: str, ranks: int, split: tuple[int, ...] | list[int] = (), backend: str = ""
-) -> str:
+def refusal(config: Mapping[str, Any], parallel: str, ranks: int, backend: str = "") -> str:
     """Return the reason why a model cannot be divided as requested; empty if it can."""
     kind = config.get("model_type")
     if parallel == PIPELINE and backend == NCCL:
@@ -93,19 +83,10 @@ def refusal(
         return f"mlx-lm cannot run '{kind}' {parallel}-parallel{hint}"
     text = _text(config)
     if parallel == PIPELINE:
-        return _pipeline_refusal(text, ranks, split)
-    if split:
-        return "split is for a pipeline; tensor-parallel ranks have equal parts"
+        layers = text.get("num_hidden_layers")
+        is_short = isinstance(layers, int) and layers < ranks
+        return f"{layers} layers are too few for {ranks} ranks" if is_short else ""
     return _tensor_refusal(kind in _REPEATS, text, ranks) or _groups_refusal(config, text, ranks)
-
-
-def _pipeline_refusal(text: Mapping[str, Any], ranks: int, split: tuple[int, ...] | list[int]) -> str:
-    layers = text.get("num_hidden_layers")
-    if not isinstance(layers, int):
-        return ""
-    if split and (len(split) != ranks or sum(split) != layers or min(split) < 1):
-        return f"split: {list(split)} must have {ranks} numbers above 0 that sum to the model's {layers} layers"
-    return f"{layers} layers are too few for {ranks} ranks" if layers < ranks else ""
 
 
 def _tensor_refusal(repeats: bool, text: Mapping[str, Any], ranks: int) -> str:
@@ -175,7 +156,7 @@ class JoinGroup(msgspec.Struct, frozen=True, array_like=True, tag=1):
 class StartLoading(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Command to connect by `backend` and to load, sent once all followers have joined.
 
-    `links` has the addresses of each rank, and `split` its number of layers; both are indexed by rank.
+    `links` has the addresses of each rank, indexed by rank.
     """
 
     backend: str
@@ -183,7 +164,6 @@ class StartLoading(msgspec.Struct, frozen=True, array_like=True, tag=2):
     links: tuple[tuple[str, ...], ...] = ()
     devices: tuple[tuple[str, ...], ...] = ()
     coordinator: str = ""
-    split: tuple[int, ...] = ()
 
 
 class RankLoaded(msgspec.Struct, frozen=True, array_like=True, tag=3):

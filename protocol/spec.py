@@ -36,17 +36,14 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     first.
 
     `parallel` is `tensor` (each rank has a part of every layer) or `pipeline` (each rank has some layers), `backend` is
-    `ring`, `nccl` or `jaccl`. `split` has the number of layers of each rank of a pipeline; empty means an even split.
+    `ring`, `nccl` or `jaccl`.
     """
 
     nodes: tuple[str, ...]
     parallel: str
     backend: str
-    split: tuple[int, ...] = ()
     # Hosts by rank of a group over several machines; empty for this machine alone.
     hosts: tuple[HostSpec, ...] = ()
-    # Python interpreter on the other machines; empty means the path of this machine's interpreter.
-    python: str = ""
     # Environment variables of all ranks, as NAME=VALUE.
     envs: tuple[str, ...] = ()
     # Total memory of the ranks, set by the operator for ranks on other machines; 0 means each machine's whole memory.

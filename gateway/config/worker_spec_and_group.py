@@ -166,9 +166,7 @@ def _group(model: ModelConfig) -> GroupSpec | None:
         ranks,
         group.parallel,
         group.backend,
-        (),
         tuple(HostSpec(host.ssh, host.ips, devices_of(host)) for host in group.launch.hosts),
-        "",
         group.launch.envs,
         0 if model.memory_bytes == "auto" or set(ranks) == {LOCAL} else model.memory_bytes,
     )

@@ -157,7 +157,7 @@ def open_group(spec: WorkerSpec, lost: Lost) -> tuple["Coordinator", Division]:
     identity = identity_of(spec)
     config = read_config(resolve(spec.path))
     parallel, backend = divided(config, spec.group.parallel, spec.group.backend, has_cuda=mx.cuda.is_available())
-    if reason := refusal(config, parallel, spec.group.size, spec.group.split, backend):
+    if reason := refusal(config, parallel, spec.group.size, backend):
         raise LoadFailed(Code.BAD_CONFIG, reason)
     lead = Coordinator(spec, lost)
     return lead, lead.gather(identity, parallel, backend)
@@ -205,7 +205,7 @@ class Coordinator:
         links = (rank_agreement.own_links(self._rank), *(join.links for _, join in sorted(self._joined.items())))
         devices = (self._rank.devices, *(join.devices for _, join in sorted(self._joined.items())))
         coordinator = "" if backend == RING else rank_agreement.own_links(self._rank)[0]
-        go = group.StartLoading(backend, parallel, links, devices, coordinator, self._group.split)
+        go = group.StartLoading(backend, parallel, links, devices, coordinator)
         self._send_all(group.encode(go))
         connected = rank_agreement.connect(go, self._rank)
         self._load_ends = time.monotonic() + self._rank.load_s
@@ -215,7 +215,7 @@ class Coordinator:
             backend,
             parallel,
         )
-        return Division(connected, parallel, self._group.split)
+        return Division(connected, parallel)
 
     # -- rank peers of the engine --------------------------------------------------------------------------------------
 

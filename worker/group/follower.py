@@ -13,7 +13,6 @@ import zmq
 
 from protocol import group
 from protocol.failures import Code, ExitStatus, Failure
-from protocol.group import parts_of
 from protocol.spec import WorkerSpec
 from protocol.to_worker import SetMemory
 from worker.engine.batch import Batch
@@ -137,7 +136,7 @@ class Follower:
         go = self._receive()
         if not isinstance(go, group.StartLoading):
             raise PartnerLost(f"rank 0 sent {type(go).__name__} out of turn")
-        division = Division(rank_agreement.connect(go, rank), go.parallel, go.split)
+        division = Division(rank_agreement.connect(go, rank), go.parallel)
         loaded = self.load_part(division)
         memory.give_back()
         if self._limit_bytes and loaded.weights_bytes > self._limit_bytes:
@@ -152,9 +151,8 @@ class Follower:
     def _check_free_memory(self) -> None:
         """Check that the weights of this rank's part fit the machine, where no gateway plans memory. Raises
         `LoadFailed`."""
-        spec, rank = self._spec, self._rank.rank
-        assert spec.group is not None
-        need = int(loader.check_weights(resolve(spec.path)) * parts_of(spec.group.size, spec.group.split)[rank])
+        assert self._spec.group is not None
+        need = loader.check_weights(resolve(self._spec.path)) // self._spec.group.size
         end = time.monotonic() + _FREE_MEMORY_TIMEOUT_S
         while (free := psutil.virtual_memory().available) < need:
             if time.monotonic() > end:

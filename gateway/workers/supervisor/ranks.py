@@ -12,6 +12,7 @@ import os
 import shlex
 import signal
 import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -24,7 +25,6 @@ from gateway.workers.supervisor.exits_and_restarts import CODES
 from gateway.workers.supervisor.state import WorkerPort
 from protocol import __version__
 from protocol.failures import FINAL_EXITS, Code, ExitStatus, Failure
-from protocol.group import parts_of
 from protocol.sockets import make_pair
 from protocol.spec import LOCAL, GroupSpec, HostSpec, RankSpec, WorkerSpec
 
@@ -113,13 +113,12 @@ class RemoteRank:
 
     is_adopted: bool = False
 
-    def __init__(self, ssh: Child, stdin: int, title: str, destination: str, python: str) -> None:
+    def __init__(self, ssh: Child, stdin: int, title: str, destination: str) -> None:
         """Take ownership of `stdin`, the write end of the ssh client's standard input."""
         self.ssh = ssh
         self._stdin = stdin
         self._title = title
         self._destination = destination
-        self._python = python
         self._failure: Failure | None = None
 
     @property
@@ -160,10 +159,10 @@ class RemoteRank:
         if status == SSH_FAILED:
             return self._ssh_failure(lines)
         if status in _NO_PROGRAM:
-            why = f"it cannot run {self._python}: install mlxd there at the same path as here"
+            why = f"it cannot run {sys.executable}: install mlxd there at the same path as here"
             return self._refused(ExitStatus.BAD_CONFIG, why)
         if status == 1 and any("No module named" in line for line in lines):
-            why = f"{self._python} has no mlxd there: install it"
+            why = f"{sys.executable} has no mlxd there: install it"
             return self._refused(ExitStatus.BAD_CONFIG, f"{why} of the group")
         if status == 2 and any("unrecognized arguments" in line for line in lines):
             return self._refused(ExitStatus.INCOMPATIBLE, f"mlxd is older there: install {__version__}")
@@ -237,9 +236,7 @@ def _remote_spec(spec: WorkerSpec, group: GroupSpec, rank: RankSpec) -> WorkerSp
 
     The specification's memory is the share of all ranks on the rank's host.
     """
-    parts = parts_of(group.size, group.split)
-    host_part = sum(part for node, part in zip(group.nodes, parts, strict=True) if node == group.nodes[rank.rank])
-    memory_bytes = int(group.memory_bytes * host_part)
+    memory_bytes = group.memory_bytes * rank.beside // group.size
     return replace(spec, rank=rank, down="", up="", chat_template="", memory_bytes=memory_bytes)
 
 

@@ -93,8 +93,7 @@ class Spawner:
     def _start_remote(self, spec: WorkerSpec, group: GroupSpec, rank: int) -> RemoteRank:
         """Start a rank over ssh without waiting for the connection, whose failure ends ssh. Raises `OSError`."""
         destination = group.hosts[rank].ssh
-        python = group.python or sys.executable
-        argv = ssh_command(destination, python, self._command(spec)[1:])
+        argv = ssh_command(destination, sys.executable, self._command(spec)[1:])
         data = input_of(spec, group.envs)
         if len(data) > PIPE_BYTES:
             raise OSError(errno.E2BIG, f"the specification of rank {rank} has {len(data)} bytes")
@@ -107,7 +106,7 @@ class Spawner:
             finally:
                 os.close(read_fd)
             undo.pop_all()
-        return RemoteRank(ssh, write_fd, f"rank {rank} of '{spec.name}'", destination, python)
+        return RemoteRank(ssh, write_fd, f"rank {rank} of '{spec.name}'", destination)
 
     def _popen(
         self, argv: Sequence[str], stdin: int, label: str, forget: Callable[[], None], variables: dict[str, str]

@@ -120,11 +120,11 @@ def test_each_start_has_keys_and_ports_of_its_own_and_no_follower_the_secret_of_
 
 def test_a_rank_elsewhere_gets_its_host_s_part_of_the_memory_and_no_socket_or_template_of_this_machine() -> None:
     hosts = tuple(HostSpec(f"studio{rank}", (f"127.0.0.{rank}",), ("rdma",) * 4) for rank in (1, 2, 2, 3))
-    group = GroupSpec((LOCAL, "studio2", "studio2", "studio3"), "pipeline", "ring", (4, 2, 1, 1), hosts, "", (), 800)
+    group = GroupSpec((LOCAL, "studio2", "studio2", "studio3"), "pipeline", "ring", hosts, (), 800)
     spec = WorkerSpec("m", "demo", 1, "ipc://d", "ipc://u", chat_template="{{ 1 }}", memory_bytes=77, group=group)
     lead, *others = ranks_of(spec)
     assert (lead.memory_bytes, lead.down, lead.chat_template) == (77, "ipc://d", "{{ 1 }}")
-    assert [each.memory_bytes for each in others] == [300, 300, 100]
+    assert [each.memory_bytes for each in others] == [400, 400, 200]
     assert {(each.down, each.up, each.chat_template) for each in others} == {("", "", "")}
     ranks = [each.rank for each in (lead, *others) if each.rank is not None]
     assert [rank.is_remote for rank in ranks] == [False, True, True, True]
@@ -135,6 +135,6 @@ def test_a_rank_elsewhere_gets_its_host_s_part_of_the_memory_and_no_socket_or_te
 
 def test_a_host_file_whose_first_host_is_another_machine_is_told() -> None:
     hosts = (HostSpec("studio2", ("192.0.2.7",)), HostSpec("studio1", ("127.0.0.1",)))
-    group = GroupSpec((LOCAL, "studio1"), "pipeline", "ring", (), hosts)
+    group = GroupSpec((LOCAL, "studio1"), "pipeline", "ring", hosts)
     with pytest.raises(OSError, match=r"192\.0\.2\.7, of the first host in its host file, is no address of this"):
         ranks_of(WorkerSpec("m", "demo", 1, "", "", group=group))

@@ -45,7 +45,7 @@ def client(folder: Path, script: str) -> None:
 def start(home: Path, envs: tuple[str, ...] = (), there: str = "pass") -> WorkerPort:
     """A group whose rank 0 sleeps, and whose rank 1 runs some Python at `me@far`."""
     hosts = (HostSpec("near", ("127.0.0.1",)), HostSpec("me@far", ("127.0.0.1",)))
-    group = GroupSpec((LOCAL, "me@far"), "pipeline", "ring", (), hosts, sys.executable, envs)
+    group = GroupSpec((LOCAL, "me@far"), "pipeline", "ring", hosts, envs)
     spec = WorkerSpec("m", "demo", 7, f"ipc://{home}/run/d.sock", "ipc://u", group=group)
 
     def command(each: WorkerSpec) -> list[str]:
