@@ -60,7 +60,7 @@ def identity_of(spec: WorkerSpec) -> Identity:
 
 def mismatch(own: Identity, join: JoinGroup, node: str, epoch: int) -> LoadFailed | None:
     """Return the reason why a rank cannot join this group; None if the rank matches."""
-    place = f"rank {join.rank} ({node}, {join.host})"
+    place = f"rank {join.info.rank} ({node}, {join.info.host})"
     if join.versions != own.versions:
         theirs, ours = (" ".join([v.mlxd, v.mlx, v.mlx_lm]) for v in (join.versions, own.versions))
         return LoadFailed(Code.INCOMPATIBLE, f"{place} runs mlxd, mlx and mlx-lm {theirs}, and rank 0 {ours}")
@@ -71,11 +71,10 @@ def mismatch(own: Identity, join: JoinGroup, node: str, epoch: int) -> LoadFaile
     return None
 
 
-def measured(rank: int, layout: KvLayout, cost: KvCost, limits: ShareLimits) -> RankMemory:
+def measured(layout: KvLayout, cost: KvCost, limits: ShareLimits) -> RankMemory:
     # A cached prefix has keys and values for each attention layer, and up to four arrays for a recurrent layer.
     arrays = 2 * (layout.sliceable + layout.windowed) + 4 * layout.stateful
     return RankMemory(
-        rank,
         cost.token_bytes,
         cost.windows,
         cost.fixed_bytes,

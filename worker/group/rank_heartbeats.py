@@ -21,12 +21,14 @@ from zmq.utils.monitor import recv_monitor_message
 
 from protocol import group, sockets
 from protocol.codec import MalformedFrame
-from protocol.failures import FINAL_EXITS, Code, ExitStatus, Failure
-from protocol.group import GroupStopped, RankFailed, RankHeartbeat
+from protocol.failures import Code, ExitStatus, Failure
+from protocol.from_worker import Goodbye
+from protocol.group import RankHeartbeat
 from protocol.run_clock import RunClock
 from protocol.sockets import AllowedKeys, KeyPair
 from protocol.spec import RankSpec
-from worker.errors import PartnerLost
+from protocol.to_worker import Shutdown
+from worker.errors import LoadFailed, PartnerLost
 
 log = logging.getLogger("mlxd.worker")
 
@@ -192,7 +194,7 @@ class _Watch:
                 self._arm()
 
     def _beat(self) -> RankHeartbeat:
-        return RankHeartbeat(self.rank.rank, self.progress.begun, self.progress.done, self.progress.cpu_s)
+        return RankHeartbeat(self.progress.begun, self.progress.done, self.progress.cpu_s)
 
     def lose(self, why: str, status: int = ExitStatus.PARTNER_LOST, code: Code = Code.WORKER_DIED) -> None:
         """End the process because another rank is lost, unless this rank leaves."""
@@ -247,27 +249,26 @@ class LeadWatch(_Watch):
             log.warning("dropped a malformed frame of the group: %s", error)
             return
         rank = int.from_bytes(frames[0], "big")
-        if not 0 < rank < len(self._names) or (
-            isinstance(message, RankHeartbeat | RankFailed) and message.rank != rank
-        ):
+        if not 0 < rank < len(self._names):
             log.warning("dropped a frame of the group under the rank %d, which is none of its followers", rank)
             return
         match message:
-            case GroupStopped():
+            case Shutdown():
                 pass  # only rank 0 sends this message
             case RankHeartbeat():
                 self._received_at[rank], self._beats[rank] = self._clock.now, message
                 if len(self._received_at) == len(self._names) - 1:
                     self._is_complete.set()
-            case RankFailed(status=status, failure=failure):
+            case Goodbye(reason=reason, failure=failure):
+                failure = failure or Failure(Code.WORKER_DIED, reason)
                 why = f"rank {rank} ({self._name(rank)}): {failure.message}"
-                if status in FINAL_EXITS:
-                    self.lose(why, status, failure.code)
-                else:
+                if failure.code is Code.WORKER_DIED:
                     self.lose(f"{why} {failure.detail}".strip())
+                else:
+                    self.lose(why, LoadFailed(failure.code, why).exit_status, failure.code)
 
     def _send(self, socket: Socket) -> None:
-        frame = group.encode(GroupStopped() if self._is_leaving else self._beat())
+        frame = group.encode(Shutdown() if self._is_leaving else self._beat())
         for rank in list(self._received_at):
             try:
                 socket.send_multipart((group.identity(rank), frame), zmq.NOBLOCK)
@@ -291,7 +292,8 @@ class LeadWatch(_Watch):
             self._plan = (progress.begun, now)
             return
         age_s = now - self._plan[1]
-        behind = {beat.rank: beat for beat in (self._beat(), *self._beats.values()) if beat.done < progress.begun}
+        beats = {**self._beats, self.rank.rank: self._beat()}
+        behind = {rank: beat for rank, beat in beats.items() if beat.done < progress.begun}
         # A heartbeat that was sent during the previous plan has the CPU time of that plan.
         used_s = min((beat.cpu_s if beat.begun == progress.begun else 0.0 for beat in behind.values()), default=0.0)
         if min(age_s, used_s) > self.limit_s or age_s > max(self.rank.stuck_s, self.limit_s):
@@ -308,15 +310,15 @@ class FollowerWatch(_Watch):
 
     def __init__(self, rank: RankSpec, sockets: RankSockets, progress: RankProgress, lost: Lost) -> None:
         super().__init__(rank, sockets, progress, lost)
-        self._last_messages: SimpleQueue[RankFailed] = SimpleQueue()
+        self._goodbyes: SimpleQueue[Goodbye] = SimpleQueue()
         # Whether rank 0 has stopped the group. After that, the end of rank 0 is no failure.
         self._is_left = False
         # Whether the connection was lost and has not been restored.
         self._is_cut = False
 
-    def fail(self, failure: Failure, status: int) -> None:
+    def fail(self, goodbye: Goodbye) -> None:
         """Send the reason why this rank ends, and close."""
-        self._last_messages.put(RankFailed(self.rank.rank, status, failure))
+        self._goodbyes.put(goodbye)
         self.close()
 
     def _watch(self) -> None:
@@ -340,7 +342,7 @@ class FollowerWatch(_Watch):
                 # still hold the port; its keys are others, so the handshake with it fails and the connection ends.
                 self._is_cut = was_connected and not is_up
             if self._is_cut and _refuses(self.rank.watch):
-                self._receive(socket)  # rank 0 may have sent `GroupStopped`
+                self._receive(socket)  # rank 0 may have sent `Shutdown`
                 if not self._is_left:
                     self.lose("rank 0 has ended")
             silence_s = clock.look() - received_at
@@ -351,7 +353,7 @@ class FollowerWatch(_Watch):
         monitor.close(0)
         with suppress(Empty, zmq.Again):
             while True:
-                socket.send(group.encode(self._last_messages.get_nowait()), zmq.NOBLOCK)
+                socket.send(group.encode(self._goodbyes.get_nowait()), zmq.NOBLOCK)
         socket.close(LINGER_MS)
 
     def _receive(self, socket: Socket) -> None:
@@ -359,7 +361,7 @@ class FollowerWatch(_Watch):
         while socket.poll(0):
             frame = socket.recv()
             with suppress(MalformedFrame):
-                self._is_left |= isinstance(group.decode_watch(frame), GroupStopped)
+                self._is_left |= isinstance(group.decode_watch(frame), Shutdown)
 
 
 def _refuses(address: str) -> bool:
