@@ -140,8 +140,7 @@ class JoinGroup(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Message of a follower that has started.
 
     `info` is complete but for the size of its part. `form` is a digest of its model's files and of settings that affect
-    results. `links` are the addresses `ip:port` where the follower will listen for a ring; `devices` are the RDMA
-    devices that connect its host to each rank, indexed by rank.
+    results. `links` are the addresses `ip:port` where the follower will listen for a ring.
     """
 
     epoch: int
@@ -149,7 +148,6 @@ class JoinGroup(msgspec.Struct, frozen=True, array_like=True, tag=1):
     versions: Versions
     form: str
     links: tuple[str, ...] = ()
-    devices: tuple[str, ...] = ()
 
 
 class StartLoading(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -161,7 +159,6 @@ class StartLoading(msgspec.Struct, frozen=True, array_like=True, tag=2):
     backend: str
     parallel: str
     links: tuple[tuple[str, ...], ...] = ()
-    devices: tuple[tuple[str, ...], ...] = ()
     coordinator: str = ""
 
 

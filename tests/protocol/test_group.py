@@ -35,7 +35,6 @@ def test_what_followers_say_survives_its_frame() -> None:
         g.Versions("0.1.0", "0.32.4", "0.32.2"),
         "form",
         ("1.2.3.4:5",),
-        ("", "a"),
     )
     said: list[g.Up] = [
         join,

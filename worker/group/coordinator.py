@@ -203,12 +203,11 @@ class Coordinator:
                 raise failure
         if silent := self._watch.absent(deadline - time.monotonic()):
             raise PartnerLost(f"{self._names(silent)} joined, and cannot be heard at {self._rank.watch}")
-        links = (rank_agreement.own_links(self._rank), *(join.links for _, join in sorted(self._joined.items())))
-        devices = (self._rank.devices, *(join.devices for _, join in sorted(self._joined.items())))
-        coordinator = "" if backend == RING else rank_agreement.own_links(self._rank)[0]
-        go = group.StartLoading(backend, parallel, links, devices, coordinator)
+        links = (rank_agreement.own_links(self._spec), *(join.links for _, join in sorted(self._joined.items())))
+        coordinator = "" if backend == RING else rank_agreement.own_links(self._spec)[0]
+        go = group.StartLoading(backend, parallel, links, coordinator)
         self._send_all(group.encode(go))
-        connected = rank_agreement.connect(go, self._rank)
+        connected = rank_agreement.connect(go, self._spec)
         self._load_ends = time.monotonic() + self._rank.load_s
         log.info(
             "group of %d by %s, %s parallel: without drafts, media, adapters, packed passes, and prefixes on disk",

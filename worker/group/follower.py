@@ -76,13 +76,14 @@ class Follower:
 
     def __init__(self, spec: WorkerSpec) -> None:
         assert spec.rank is not None
+        assert spec.group is not None
         rank = spec.rank
-        self._spec, self._rank = spec, rank
+        self._spec, self._rank, self._group = spec, rank, spec.group
         self._progress = RankProgress(rank.first_s)
         self._sockets = RankSockets(rank)
         self.watch = FollowerWatch(rank, self._sockets, self._progress, _lost)
         self._socket = self._sockets.connect(rank.plan)
-        self._limit_bytes = spec.memory_bytes // rank.beside if rank.is_remote else 0
+        self._limit_bytes = spec.memory_bytes // spec.group.beside(rank.rank) if spec.group.is_remote(rank.rank) else 0
         self.crc = 0
         self._is_leaving = False
         self._rows: dict[int, Row] = {}
@@ -118,20 +119,14 @@ class Follower:
 
     def _load(self) -> None:
         spec, rank = self._spec, self._rank
-        assert spec.group is not None
-        node = spec.group.nodes[rank.rank]
         memory.prepare_load()
         identity = self.identity()
-        if rank.is_remote:
+        if self._group.is_remote(rank.rank):
             self._check_free_memory()
-        join = group.JoinGroup(
-            spec.epoch,
-            RankInfo(rank.rank, node, socket.gethostname(), os.getpid(), str(mx.default_device())),
-            identity.versions,
-            identity.form,
-            rank_agreement.own_links(rank),
-            rank.devices,
-        )
+        node, device = self._group.nodes[rank.rank], str(mx.default_device())
+        info = RankInfo(rank.rank, node, socket.gethostname(), os.getpid(), device)
+        links = rank_agreement.own_links(spec)
+        join = group.JoinGroup(spec.epoch, info, identity.versions, identity.form, links)
         end = time.monotonic() + rank.join_s
         while not self._socket.poll(_POLL_MS, zmq.POLLOUT):
             if time.monotonic() > end:
@@ -140,7 +135,7 @@ class Follower:
         go = self._receive()
         if not isinstance(go, group.StartLoading):
             raise PartnerLost(f"rank 0 sent {type(go).__name__} out of turn")
-        division = Division(rank_agreement.connect(go, rank), go.parallel)
+        division = Division(rank_agreement.connect(go, spec), go.parallel)
         loaded = self.load_part(division)
         memory.give_back()
         if self._limit_bytes and loaded.weights_bytes > self._limit_bytes:
@@ -155,8 +150,7 @@ class Follower:
     def _check_free_memory(self) -> None:
         """Check that the weights of this rank's part fit the machine, where no gateway plans memory. Raises
         `LoadFailed`."""
-        assert self._spec.group is not None
-        need = loader.check_weights(resolve(self._spec.path)) // self._spec.group.size
+        need = loader.check_weights(resolve(self._spec.path)) // self._group.size
         end = time.monotonic() + _FREE_MEMORY_TIMEOUT_S
         while (free := psutil.virtual_memory().available) < need:
             if time.monotonic() > end:

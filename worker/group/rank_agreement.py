@@ -27,7 +27,7 @@ from protocol import __version__, collectives
 from protocol.failures import Code
 from protocol.group import JoinGroup, RankMemory, StartLoading, Versions
 from protocol.model_files import TOKENIZER_FILES, digest, files_digest, weights_digest
-from protocol.spec import RankSpec, WorkerSpec
+from protocol.spec import GroupSpec, WorkerSpec
 from worker.engine.row import Token
 from worker.engine.scheduling.kv_budget import KvCost
 from worker.errors import LoadFailed, PartnerLost
@@ -121,45 +121,48 @@ def extend_checksum(crc: int, tokens: Sequence[Token]) -> int:
 CONNECT_TIMEOUT_S: Final = 60
 
 
-def own_links(rank: RankSpec) -> tuple[str, ...]:
+def own_links(spec: WorkerSpec) -> tuple[str, ...]:
     """Return addresses where this rank will listen, on ports that were free a moment ago. Raises `LoadFailed`."""
+    group, rank = _place(spec)
     links: list[str] = []
     with ExitStack() as stack:
-        for ip in rank.ips:
+        for ip in group.host(rank).ips:
             probe = stack.enter_context(socket.socket())
             try:
                 probe.bind((ip, 0))
             except OSError as error:
-                why = f"rank {rank.rank} cannot listen at {ip}, which the group has as an address of its host"
+                why = f"rank {rank} cannot listen at {ip}, which the group has as an address of its host"
                 raise LoadFailed(Code.BAD_CONFIG, f"{why}: {error.strerror}") from error
             links.append(f"{ip}:{probe.getsockname()[1]}")
     return tuple(links)
 
 
-def connect(go: StartLoading, rank: RankSpec) -> Any:
+def connect(go: StartLoading, spec: WorkerSpec) -> Any:
     """Return MLX's group of all ranks. Raises `PartnerLost`. If native code exceeds the timeout, the process ends."""
-    size = len(go.links)
+    own, rank = _place(spec)
     if not mx.distributed.is_available(go.backend):
-        raise LoadFailed(Code.BAD_CONFIG, f"MLX of rank {rank.rank} was built without the backend '{go.backend}'")
+        raise LoadFailed(Code.BAD_CONFIG, f"MLX of rank {rank} was built without the backend '{go.backend}'")
     with tempfile.TemporaryDirectory(prefix="mlxd-group-") as folder, _within(CONNECT_TIMEOUT_S):
-        _prepare(go, rank, Path(folder))
+        rdma = [own.host(each).rdma for each in range(own.size)]
+        _prepare(collectives.environment(go.backend, rank, go.links, rdma, go.coordinator), Path(folder))
         try:
             group: Any = mx.distributed.init(strict=True, backend=go.backend)
         except RuntimeError as error:
-            raise PartnerLost(f"rank {rank.rank} cannot connect by {go.backend}: {error}") from error
-    if (group.rank(), group.size()) != (rank.rank, size):
-        raise PartnerLost(f"{go.backend} made a group of {group.size()} for one of {size}")
+            raise PartnerLost(f"rank {rank} cannot connect by {go.backend}: {error}") from error
+    if (group.rank(), group.size()) != (rank, own.size):
+        raise PartnerLost(f"{go.backend} made a group of {group.size()} for one of {own.size}")
     return group
 
 
-def _prepare(go: StartLoading, rank: RankSpec, folder: Path) -> None:
-    """Set the environment variables that MLX reads, and write the files that they name. Raises `LoadFailed`."""
-    try:
-        environment = collectives.environment(
-            go.backend, rank.rank, len(go.links), links=go.links, devices=go.devices, coordinator=go.coordinator
-        )
-    except collectives.CannotConnect as reason:
-        raise LoadFailed(Code.BAD_CONFIG, f"the ranks cannot be connected: {reason}") from reason
+def _place(spec: WorkerSpec) -> tuple[GroupSpec, int]:
+    """Return the group and the rank in it."""
+    assert spec.group is not None
+    assert spec.rank is not None
+    return spec.group, spec.rank.rank
+
+
+def _prepare(environment: collectives.Environment, folder: Path) -> None:
+    """Set the environment variables that MLX reads, and write the files that they name."""
     for name in collectives.VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(environment.variables)

@@ -26,7 +26,7 @@ from gateway.workers.supervisor.state import WorkerPort
 from protocol import __version__
 from protocol.failures import FINAL_EXITS, Code, ExitStatus, Failure
 from protocol.sockets import make_pair
-from protocol.spec import LOCAL, GroupSpec, HostSpec, RankSpec, WorkerSpec
+from protocol.spec import LOCAL, GroupSpec, RankSpec, WorkerSpec
 
 # BatchMode disables prompts. A host that is silent for 6 s counts as lost, as a silent rank does. Connecting is
 # retried, because the host may be booting, and rank 0 waits a minute for it. Each rank has its own connection, even if
@@ -191,7 +191,6 @@ class RemoteRank:
         return Failure(code, f"{self._title} on {self._destination}: {why}")
 
 
-_THIS_HOST: Final = HostSpec("", ("127.0.0.1",))
 # Followers have this long to exit after rank 0. Then they get SIGTERM, and SIGKILL after TERM_S more.
 FOLLOWER_GRACE_S: Final = 0.5
 TERM_S: Final = 1.0
@@ -208,12 +207,11 @@ def is_local(group: GroupSpec) -> bool:
 def ranks_of(spec: WorkerSpec) -> list[WorkerSpec]:
     """Return the specifications of all ranks, with new keys and free ports. Raises `OSError`."""
     assert spec.group is not None
-    group, nodes = spec.group, spec.group.nodes
-    hosts = group.hosts or (_THIS_HOST,) * group.size
-    keys = [make_pair() for _ in nodes]
-    plan, watch = _free_addresses(hosts[0].ips[0])
+    group = spec.group
+    keys = [make_pair() for _ in group.nodes]
+    plan, watch = _free_addresses(group.host(0).ips[0])
     specs: list[WorkerSpec] = []
-    for rank, (host, pair) in enumerate(zip(hosts, keys, strict=True)):
+    for rank, pair in enumerate(keys):
         own = RankSpec(
             rank=rank,
             plan=plan,
@@ -222,12 +220,8 @@ def ranks_of(spec: WorkerSpec) -> list[WorkerSpec]:
             public=pair.public,
             secret=pair.secret,
             members=tuple(each.public for each in keys[1:]) if rank == 0 else (),
-            ips=host.ips,
-            devices=host.devices,
-            beside=nodes.count(nodes[rank]),
-            is_remote=nodes[rank] != LOCAL,
         )
-        specs.append(_remote_spec(spec, group, own) if own.is_remote else replace(spec, rank=own))
+        specs.append(_remote_spec(spec, group, own) if group.is_remote(rank) else replace(spec, rank=own))
     return specs
 
 
@@ -236,7 +230,7 @@ def _remote_spec(spec: WorkerSpec, group: GroupSpec, rank: RankSpec) -> WorkerSp
 
     The specification's memory is the share of all ranks on the rank's host.
     """
-    memory_bytes = group.memory_bytes * rank.beside // group.size
+    memory_bytes = group.memory_bytes * group.beside(rank.rank) // group.size
     return replace(spec, rank=rank, down="", up="", chat_template="", memory_bytes=memory_bytes)
 
 

@@ -63,7 +63,7 @@ class Spawner:
         with contextlib.ExitStack() as undo:
             undo.callback(lambda: _kill(children, [lead, *followers]))
             for rank, each in enumerate(others, 1):
-                if each.rank is not None and each.rank.is_remote:
+                if group.is_remote(rank):
                     remote = self._start_remote(each, group, rank)
                     children.append(remote.ssh)
                     followers.append(remote)

@@ -113,9 +113,10 @@ def test_each_start_has_keys_and_ports_of_its_own_and_no_follower_the_secret_of_
     assert len({rank.plan for rank in places} | {rank.watch for rank in places}) == 4
     lead, *others = places[:3]
     assert lead.members == tuple(rank.public for rank in others)
-    assert all(rank.server == lead.public and rank.members == () and rank.beside == 3 for rank in others)
+    assert all(rank.server == lead.public and rank.members == () for rank in others)
     assert all(zmq.curve_public(encoded(rank.secret)) == encoded(rank.public) for rank in places)
-    assert all(rank.ips == ("127.0.0.1",) for rank in places), "a ring of one machine is not heard beyond it"
+    assert spec.group is not None
+    assert spec.group.host(1).ips == ("127.0.0.1",), "a ring of one machine is not heard beyond it"
 
 
 def test_a_rank_elsewhere_gets_its_host_s_part_of_the_memory_and_no_socket_or_template_of_this_machine() -> None:
@@ -127,9 +128,9 @@ def test_a_rank_elsewhere_gets_its_host_s_part_of_the_memory_and_no_socket_or_te
     assert [each.memory_bytes for each in others] == [400, 400, 200]
     assert {(each.down, each.up, each.chat_template) for each in others} == {("", "", "")}
     ranks = [each.rank for each in (lead, *others) if each.rank is not None]
-    assert [rank.is_remote for rank in ranks] == [False, True, True, True]
-    assert [rank.beside for rank in ranks] == [1, 2, 2, 1]
-    assert ranks[3].ips == ("127.0.0.3",)
+    assert [group.is_remote(rank) for rank in range(4)] == [False, True, True, True]
+    assert [group.beside(rank) for rank in range(4)] == [1, 2, 2, 1]
+    assert group.host(3).ips == ("127.0.0.3",)
     assert ranks[1].plan.startswith("tcp://127.0.0.1:"), "where rank 0 is reached"
 
 

@@ -50,7 +50,7 @@ def start(home: Path, envs: tuple[str, ...] = (), there: str = "pass") -> Worker
 
     def command(each: WorkerSpec) -> list[str]:
         assert each.rank is not None
-        return [sys.executable, "-I", "-S", "-c", there] if each.rank.is_remote else SLEEPS
+        return [sys.executable, "-I", "-S", "-c", there] if each.rank.rank > 0 else SLEEPS
 
     return Spawner(home, Registry(home / "run"), command).spawn(spec)
 
@@ -155,7 +155,7 @@ async def test_a_rank_gets_its_variables_and_specification_by_its_input_and_ends
         (line,) = [line for line in group.last_lines() if "it's" in line]
         spec = msgspec.json.decode(line.partition("`id` ")[2], type=WorkerSpec)
         assert spec.rank is not None
-        assert (spec.rank.rank, spec.rank.is_remote, spec.down) == (1, True, "")
+        assert (spec.rank.rank, spec.down) == (1, "")
         assert TELLS in listed()
         assert spec.rank.secret not in listed()
         assert "`id`" not in listed()
