@@ -9,8 +9,7 @@ versions. The routing id of a message is its sender's rank. `SetMemory`, `Shutdo
 between gateway and worker.
 
 Plan: `JoinGroup` up, `StartLoading` down, `RankLoaded` up, then `TickPlan` down and `PlanDone` up for each tick, with a
-`RankMemory` before it if the plan contains a `SetMemory`. Watch: `RankHeartbeat` both ways, `Shutdown` down and
-`Goodbye` up.
+`RankMemory` before it if the plan contains a `SetMemory`. Watch: `RankHeartbeat` both ways, and `Goodbye` up.
 
 Division of a model among the ranks of a group: which architectures of mlx-lm can be divided, and into how many
 parts.
@@ -296,9 +295,8 @@ class RankHeartbeat(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 Down = StartLoading | TickPlan
 Up = JoinGroup | RankLoaded | PlanDone | RankMemory
-# `Goodbye` is the last message of a follower that cannot continue. Rank 0 sends `Shutdown` in place of heartbeats until
-# all have answered that of their plan, so that followers do not treat the end of rank 0 as a failure.
-Watch = RankHeartbeat | Goodbye | Shutdown
+# `Goodbye` is the last message of a follower that cannot continue.
+Watch = RankHeartbeat | Goodbye
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _down: Final[msgspec.msgpack.Decoder[Down]] = msgspec.msgpack.Decoder(Down)

@@ -87,7 +87,8 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     members: tuple[str, ...] = ()
     # Value of CUDA_VISIBLE_DEVICES; empty leaves it unchanged.
     gpu: str = ""
-    # Timeout until all ranks have joined.
+    # The times of `worker.group.rank_heartbeats`, in seconds. Timeout until all ranks have joined, and then of their
+    # connection by MLX.
     join_s: float = 60.0
     # Timeout after joining until all ranks have loaded.
     load_s: float = 600.0

@@ -46,7 +46,6 @@ def test_what_followers_say_survives_its_frame() -> None:
     watched: list[g.Watch] = [
         g.RankHeartbeat(3, 2),
         Goodbye(3, "the rank ends", Failure(Code.INCOMPATIBLE, "versions")),
-        Shutdown(),
     ]
     assert [g.decode_watch(g.encode(message)) for message in watched] == watched
 

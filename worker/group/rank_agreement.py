@@ -8,6 +8,7 @@ Checksum of all tokens that a group has generated; if the checksum differs betwe
 step.
 """
 
+import math
 import os
 import signal
 import socket
@@ -19,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import mlx.core as mx
 
@@ -27,7 +28,7 @@ from protocol import __version__, collectives
 from protocol.failures import Code
 from protocol.group import JoinGroup, RankMemory, StartLoading, Versions
 from protocol.model_files import TOKENIZER_FILES, digest, files_digest, weights_digest
-from protocol.spec import GroupSpec, WorkerSpec
+from protocol.spec import GroupSpec, RankSpec, WorkerSpec
 from worker.engine.row import Token
 from worker.engine.scheduling.kv_budget import KvCost
 from worker.errors import LoadFailed, PartnerLost
@@ -117,21 +118,17 @@ def extend_checksum(crc: int, tokens: Sequence[Token]) -> int:
     return zlib.crc32(numbers.tobytes(), crc)
 
 
-# Timeout in seconds of connecting the ranks: native code on rank 0 of a ring would wait for the other ranks forever.
-CONNECT_TIMEOUT_S: Final = 60
-
-
 def own_links(spec: WorkerSpec) -> tuple[str, ...]:
     """Return addresses where this rank will listen, on ports that were free a moment ago. Raises `LoadFailed`."""
-    group, rank = _place(spec)
+    group, own = _place(spec)
     links: list[str] = []
     with ExitStack() as stack:
-        for ip in group.host(rank).ips:
+        for ip in group.host(own.rank).ips:
             probe = stack.enter_context(socket.socket())
             try:
                 probe.bind((ip, 0))
             except OSError as error:
-                why = f"rank {rank} cannot listen at {ip}, which the group has as an address of its host"
+                why = f"rank {own.rank} cannot listen at {ip}, which the group has as an address of its host"
                 raise LoadFailed(Code.BAD_CONFIG, f"{why}: {error.strerror}") from error
             links.append(f"{ip}:{probe.getsockname()[1]}")
     return tuple(links)
@@ -139,26 +136,27 @@ def own_links(spec: WorkerSpec) -> tuple[str, ...]:
 
 def connect(go: StartLoading, spec: WorkerSpec) -> Any:
     """Return MLX's group of all ranks. Raises `PartnerLost`. If native code exceeds the timeout, the process ends."""
-    own, rank = _place(spec)
+    ranks, own = _place(spec)
     if not mx.distributed.is_available(go.backend):
-        raise LoadFailed(Code.BAD_CONFIG, f"MLX of rank {rank} was built without the backend '{go.backend}'")
-    with tempfile.TemporaryDirectory(prefix="mlxd-group-") as folder, _within(CONNECT_TIMEOUT_S):
-        rdma = [own.host(each).rdma for each in range(own.size)]
-        _prepare(collectives.environment(go.backend, rank, go.links, rdma, go.coordinator), Path(folder))
+        raise LoadFailed(Code.BAD_CONFIG, f"MLX of rank {own.rank} was built without the backend '{go.backend}'")
+    # Native code on rank 0 of a ring would wait for the other ranks forever.
+    with tempfile.TemporaryDirectory(prefix="mlxd-group-") as folder, _within(math.ceil(own.join_s)):
+        rdma = [ranks.host(rank).rdma for rank in range(ranks.size)]
+        _prepare(collectives.environment(go.backend, own.rank, go.links, rdma, go.coordinator), Path(folder))
         try:
             group: Any = mx.distributed.init(strict=True, backend=go.backend)
         except RuntimeError as error:
-            raise PartnerLost(f"rank {rank} cannot connect by {go.backend}: {error}") from error
-    if (group.rank(), group.size()) != (rank, own.size):
-        raise PartnerLost(f"{go.backend} made a group of {group.size()} for one of {own.size}")
+            raise PartnerLost(f"rank {own.rank} cannot connect by {go.backend}: {error}") from error
+    if (group.rank(), group.size()) != (own.rank, ranks.size):
+        raise PartnerLost(f"{go.backend} made a group of {group.size()} for one of {ranks.size}")
     return group
 
 
-def _place(spec: WorkerSpec) -> tuple[GroupSpec, int]:
-    """Return the group and the rank in it."""
+def _place(spec: WorkerSpec) -> tuple[GroupSpec, RankSpec]:
+    """Return the group and the own rank."""
     assert spec.group is not None
     assert spec.rank is not None
-    return spec.group, spec.rank.rank
+    return spec.group, spec.rank
 
 
 def _prepare(environment: collectives.Environment, folder: Path) -> None:

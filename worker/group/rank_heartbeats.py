@@ -1,23 +1,32 @@
-"""Watch of a group: threads that the engine cannot block, which exchange heartbeats between the ranks.
+"""Liveness of a group. The end of one rank is the end of all, and the gateway starts the group again.
 
-A rank whose partner is gone waits in a collective forever; the rank's watch ends its process.
+| a rank | is noticed by | which ends | within |
+|---|---|---|---|
+| has exited | the supervisor, by its process; that of a remote rank is the ssh client | the others | a few seconds |
+| has not begun | all ranks that have | themselves | `join_s` |
+| is silent | rank 0; rank 0's silence: the followers | themselves | `beat_s` |
+| does not finish a plan | rank 0 | itself | `step_s` of CPU time, or `stuck_s` |
+| does not run its watch | its own timer | itself | the longer of `beat_s` and its limit for a plan |
+
+The watch is a thread of each rank that the engine cannot block, because a rank whose partner is gone waits in a
+collective forever. It exchanges `RankHeartbeat` between rank 0 and each follower. Time in which its own process did not
+run does not count. A remote rank also ends with its standard input, which its ssh client holds. The times are fields of
+`RankSpec`, and those of the supervisor are in `ranks.py`. To the supervisor rank 0 is also a worker like any other,
+with longer limits.
 
 Sockets between the ranks of a group, with CURVE: only ranks of the same start are accepted.
 """
 
 import faulthandler
 import logging
-import socket as tcp
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from queue import Empty, SimpleQueue
 from typing import Final
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
-from zmq.utils.monitor import recv_monitor_message
 
 from protocol import group, sockets
 from protocol.codec import MalformedFrame
@@ -27,7 +36,6 @@ from protocol.group import RankHeartbeat
 from protocol.run_clock import RunClock
 from protocol.sockets import AllowedKeys, KeyPair
 from protocol.spec import RankSpec
-from protocol.to_worker import Shutdown
 from worker.errors import LoadFailed, PartnerLost
 
 log = logging.getLogger("mlxd.worker")
@@ -80,8 +88,6 @@ _BEAT_MS: Final = int(BEAT_S * 1e3)
 TURN_S: Final = 1.0
 # Maximum duration of a plan, as a multiple of the longest recent plan's duration.
 _MAX_SLOWDOWN: Final = 4.0
-# Timeout of the connection attempt that checks whether rank 0 still listens.
-_PROBE_TIMEOUT_S: Final = 0.25
 
 Lost = Callable[[Failure, int], None]
 """Ends the process: the reason, and the exit status."""
@@ -225,7 +231,7 @@ class LeadWatch(_Watch):
         return [rank for rank in range(1, len(self._names)) if rank not in self._received_at]
 
     def leave(self) -> None:
-        """Report to the followers that the group was stopped. After that, the end of a rank is no failure."""
+        """From now on, the end of a rank is no failure."""
         self._is_leaving = True
 
     def _watch(self) -> None:
@@ -253,8 +259,6 @@ class LeadWatch(_Watch):
             log.warning("dropped a frame of the group under the rank %d, which is none of its followers", rank)
             return
         match message:
-            case Shutdown():
-                pass  # only rank 0 sends this message
             case RankHeartbeat():
                 self._received_at[rank], self._beats[rank] = self._clock.now, message
                 if len(self._received_at) == len(self._names) - 1:
@@ -268,7 +272,7 @@ class LeadWatch(_Watch):
                     self.lose(why, LoadFailed(failure.code, why).exit_status, failure.code)
 
     def _send(self, socket: Socket) -> None:
-        frame = group.encode(Shutdown() if self._is_leaving else self._beat())
+        frame = group.encode(self._beat())
         for rank in list(self._received_at):
             try:
                 socket.send_multipart((group.identity(rank), frame), zmq.NOBLOCK)
@@ -310,67 +314,30 @@ class FollowerWatch(_Watch):
 
     def __init__(self, rank: RankSpec, sockets: RankSockets, progress: RankProgress, lost: Lost) -> None:
         super().__init__(rank, sockets, progress, lost)
-        self._goodbyes: SimpleQueue[Goodbye] = SimpleQueue()
-        # Whether rank 0 has stopped the group. After that, the end of rank 0 is no failure.
-        self._is_left = False
-        # Whether the connection was lost and has not been restored.
-        self._is_cut = False
+        self._goodbye: Goodbye | None = None
 
     def fail(self, goodbye: Goodbye) -> None:
         """Send the reason why this rank ends, and close."""
-        self._goodbyes.put(goodbye)
+        self._goodbye = goodbye
         self.close()
 
     def _watch(self) -> None:
         socket = self._sockets.connect(self.rank.watch)
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         clock = RunClock(TURN_S)
         received_at, patience_s = clock.now, self.rank.join_s
-        was_connected = False
         while not self._is_closing.is_set():
             self._guard()
             with suppress(zmq.Again):  # rank 0 may not listen yet
                 socket.send(group.encode(self._beat()), zmq.NOBLOCK)
             if socket.poll(_BEAT_MS):
-                self._receive(socket)
+                while socket.poll(0):
+                    socket.recv()  # rank 0 sends only heartbeats
                 received_at, patience_s = clock.now, self.rank.beat_s
                 self._is_closing.wait(BEAT_S)
-            while monitor.poll(0):
-                is_up = recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-                was_connected |= is_up
-                # A disconnection counts only after the first successful handshake. Before, an earlier process may
-                # still hold the port; its keys are others, so the handshake with it fails and the connection ends.
-                self._is_cut = was_connected and not is_up
-            if self._is_cut and _refuses(self.rank.watch):
-                self._receive(socket)  # rank 0 may have sent `Shutdown`
-                if not self._is_left:
-                    self.lose("rank 0 has ended")
             silence_s = clock.look() - received_at
             if silence_s > patience_s:
-                status = ExitStatus.OK if self._is_left else ExitStatus.PARTNER_LOST
-                self.lose(f"rank 0 has been silent for {silence_s:.0f} s", status)
-        socket.disable_monitor()
-        monitor.close(0)
-        with suppress(Empty, zmq.Again):
-            while True:
-                socket.send(group.encode(self._goodbyes.get_nowait()), zmq.NOBLOCK)
+                self.lose(f"rank 0 has been silent for {silence_s:.0f} s")
+        if self._goodbye is not None:
+            with suppress(zmq.Again):
+                socket.send(group.encode(self._goodbye), zmq.NOBLOCK)
         socket.close(LINGER_MS)
-
-    def _receive(self, socket: Socket) -> None:
-        """Receive all pending messages."""
-        while socket.poll(0):
-            frame = socket.recv()
-            with suppress(MalformedFrame):
-                self._is_left |= isinstance(group.decode_watch(frame), Shutdown)
-
-
-def _refuses(address: str) -> bool:
-    """Whether nothing listens at an address whose machine responds."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    try:
-        with tcp.create_connection((host, int(port)), _PROBE_TIMEOUT_S):
-            return False
-    except ConnectionRefusedError:
-        return True
-    except OSError:  # the machine or the network is gone, which the heartbeat timeout detects
-        return False

@@ -28,15 +28,13 @@ from protocol.failures import FINAL_EXITS, Code, ExitStatus, Failure
 from protocol.sockets import make_pair
 from protocol.spec import LOCAL, GroupSpec, RankSpec, WorkerSpec
 
-# BatchMode disables prompts. A host that is silent for 6 s counts as lost, as a silent rank does. Connecting is
-# retried, because the host may be booting, and rank 0 waits a minute for it. Each rank has its own connection, even if
-# the user's ssh_config shares connections.
+# BatchMode disables prompts. Connecting is retried, because the host may be booting, and rank 0 waits a minute for it.
+# Each rank has its own connection, even if the user's ssh_config shares connections. The ranks' heartbeats notice a
+# silent host.
 OPTIONS: Final = (
     "BatchMode=yes",
     "ConnectTimeout=3",
     "ConnectionAttempts=10",
-    "ServerAliveInterval=2",
-    "ServerAliveCountMax=3",
     "ControlMaster=no",
     "ControlPath=none",
     "ClearAllForwardings=yes",
@@ -250,7 +248,8 @@ def _free_addresses(ip: str) -> tuple[str, str]:
 class RankGroup:
     """Processes of a group as one `WorkerPort`: rank 0, which is the worker, and its followers.
 
-    Rank 0 detects a lost follower itself. When `wait` returns, all processes have exited.
+    `worker/group/rank_heartbeats.py` describes how a lost rank is noticed. When `wait` returns, all processes have
+    exited.
     """
 
     def __init__(self, lead: WorkerPort, followers: Sequence[WorkerPort], local_followers: Sequence[int]) -> None:
