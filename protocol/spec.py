@@ -66,11 +66,6 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
         """Return the number of ranks on a rank's host, which share the host's `memory_bytes`."""
         return self.nodes.count(self.nodes[rank])
 
-    @property
-    def variables(self) -> dict[str, str]:
-        """Return the environment variables of `envs` as a mapping from name to value."""
-        return dict(each.split("=", 1) for each in self.envs)
-
 
 class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Rank of a group at one start; see `protocol.group`. Rank 0 binds the addresses, the others connect.
@@ -85,8 +80,6 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     public: str
     secret: str
     members: tuple[str, ...] = ()
-    # Value of CUDA_VISIBLE_DEVICES; empty leaves it unchanged.
-    gpu: str = ""
     # The times of `worker.group.rank_heartbeats`, in seconds. Timeout until all ranks have joined, and then of their
     # connection by MLX.
     join_s: float = 60.0

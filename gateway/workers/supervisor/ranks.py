@@ -25,6 +25,7 @@ from gateway.workers.supervisor.exits_and_restarts import CODES
 from gateway.workers.supervisor.state import WorkerPort
 from protocol import __version__
 from protocol.failures import FINAL_EXITS, Code, ExitStatus, Failure
+from protocol.group import AUTO, NCCL
 from protocol.sockets import make_pair
 from protocol.spec import LOCAL, GroupSpec, RankSpec, WorkerSpec
 
@@ -39,6 +40,8 @@ OPTIONS: Final = (
     "ControlPath=none",
     "ClearAllForwardings=yes",
 )
+# The GPUs that a process sees; set for each rank of NCCL.
+_GPUS: Final = "CUDA_VISIBLE_DEVICES"
 # ssh exits with this status if the connection fails or a signal ends the remote command.
 SSH_FAILED: Final = 255
 # A shell exits with _SIGNAL_STATUS plus the number of the signal that ended its program. It exits with one of
@@ -59,9 +62,26 @@ def ssh_command(destination: str, python: str, arguments: Sequence[str]) -> list
     return ["ssh", "-T", *(part for option in OPTIONS for part in ("-o", option)), "--", destination, remote]
 
 
-def input_of(spec: WorkerSpec, envs: Sequence[str]) -> bytes:
+def variables_of(spec: WorkerSpec) -> dict[str, str]:
+    """Return the environment variables of a worker's group. With NCCL each rank of a host sees one of its GPUs, as with
+    mlx.launch.
+    """
+    if spec.group is None or spec.rank is None:
+        return {}
+    group, rank = spec.group, spec.rank.rank
+    variables = dict(each.split("=", 1) for each in group.envs)
+    if group.backend not in (AUTO, NCCL):
+        return variables
+    place = group.nodes[:rank].count(group.nodes[rank])
+    here = "" if group.is_remote(rank) else os.environ.get(_GPUS, "")
+    gpus = (variables.get(_GPUS) or here or str(place)).split(",")
+    return variables | {_GPUS: gpus[place % len(gpus)]}
+
+
+def input_of(spec: WorkerSpec) -> bytes:
     """Return the command's standard input: lines of environment variables, an empty line, and the specification."""
-    return "".join(f"{each}\n" for each in (*envs, "")).encode() + msgspec.json.encode(spec) + b"\n"
+    lines = "".join(f"{name}={value}\n" for name, value in variables_of(spec).items())
+    return f"{lines}\n".encode() + msgspec.json.encode(spec) + b"\n"
 
 
 @dataclass(frozen=True, slots=True)

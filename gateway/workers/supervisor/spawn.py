@@ -15,7 +15,7 @@ import msgspec
 import psutil
 
 from gateway.workers.supervisor.child import Child, Output, start_ticks, wait_exit
-from gateway.workers.supervisor.ranks import RankGroup, RemoteRank, input_of, ranks_of, ssh_command
+from gateway.workers.supervisor.ranks import RankGroup, RemoteRank, input_of, ranks_of, ssh_command, variables_of
 from gateway.workers.supervisor.registry import Registry, Survivor, WorkerProcess, WorkerRecord
 from gateway.workers.supervisor.state import WorkerPort
 from protocol.failures import Failure
@@ -84,9 +84,7 @@ class Spawner:
             # The worker could not connect without this socket, and its load would time out.
             raise FileNotFoundError(f"{down} is gone: somebody removed the run folder; restart mlxd")
         argv = self._command(spec)
-        variables = {FOLDER_ENV: str(profiles_dir(self._home))}
-        if spec.group is not None:
-            variables |= spec.group.variables
+        variables = {FOLDER_ENV: str(profiles_dir(self._home))} | variables_of(spec)
         with _input(msgspec.json.encode(spec), down.parent) as stdin:
             return self._popen(argv, stdin, label, forget, variables), argv
 
@@ -94,7 +92,7 @@ class Spawner:
         """Start a rank over ssh without waiting for the connection, whose failure ends ssh. Raises `OSError`."""
         destination = group.hosts[rank].ssh
         argv = ssh_command(destination, sys.executable, self._command(spec)[1:])
-        data = input_of(spec, group.envs)
+        data = input_of(spec)
         if len(data) > PIPE_BYTES:
             raise OSError(errno.E2BIG, f"the specification of rank {rank} has {len(data)} bytes")
         read_fd, write_fd = os.pipe()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from gateway.workers.supervisor.ranks import RankGroup, ranks_of
+from gateway.workers.supervisor.ranks import RankGroup, ranks_of, variables_of
 from protocol.failures import ExitStatus, Failure
 from protocol.sockets import encoded
 from protocol.spec import LOCAL, GroupSpec, HostSpec, WorkerSpec
@@ -132,6 +132,16 @@ def test_a_rank_elsewhere_gets_its_host_s_part_of_the_memory_and_no_socket_or_te
     assert [group.beside(rank) for rank in range(4)] == [1, 2, 2, 1]
     assert group.host(3).ips == ("127.0.0.3",)
     assert ranks[1].plan.startswith("tcp://127.0.0.1:"), "where rank 0 is reached"
+
+
+@pytest.mark.parametrize(("backend", "gpus"), [("nccl", ["4", "5", "0"]), ("auto", ["4", "5", "0"]), ("ring", [])])
+def test_ranks_of_nccl_see_one_gpu_each(backend: str, gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    hosts = tuple(HostSpec(ssh, ("127.0.0.1",)) for ssh in ("near", "near", "far"))
+    group = GroupSpec((LOCAL, LOCAL, "far"), "tensor", backend, hosts, ("A=1=2",))
+    ranks = [variables_of(each) for each in ranks_of(WorkerSpec("m", "demo", 1, "", "", group=group))]
+    assert [each["A"] for each in ranks] == ["1=2"] * 3
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in ranks if "CUDA_VISIBLE_DEVICES" in each] == gpus
 
 
 def test_a_host_file_whose_first_host_is_another_machine_is_told() -> None:
