@@ -30,6 +30,14 @@ class HostSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     rdma: tuple[str | tuple[str, ...] | None, ...] = ()
 
 
+class HostFile(msgspec.Struct, frozen=True):
+    """A host file of mlx.launch. `envs` are environment variables of all ranks, as NAME=VALUE."""
+
+    hosts: tuple[HostSpec, ...] = ()
+    backend: str = ""
+    envs: tuple[str, ...] = ()
+
+
 _THIS_HOST: Final = HostSpec(LOCAL, ("127.0.0.1",))
 
 

@@ -14,13 +14,13 @@ import msgspec
 from msgspec import structs
 
 from gateway.config.origins import is_loopback
-from gateway.config.settings import Config, GroupConfig, HostFile, ModelConfig
+from gateway.config.settings import Config, GroupConfig, ModelConfig
 from gateway.config.source import ConfigSource
 from gateway.model_files.metadata import Unreadable, find, read_config
 from protocol.checkpoint import TEXT, kind_of
 from protocol.collectives import BACKENDS, VARIABLES, ring_problem
 from protocol.group import AUTO, JACCL, NCCL, PIPELINE, RING, refusal, resolve
-from protocol.spec import LOCAL, GroupSpec, HostSpec, WorkerSpec
+from protocol.spec import LOCAL, GroupSpec, HostFile, HostSpec, WorkerSpec
 
 FILE_BYTES_MAX: Final = 1 << 20
 # All environment variables of a rank must fit into one write to its pipe.
