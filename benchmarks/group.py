@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from msgspec.structs import replace
 
 from benchmarks import models
 from protocol.spec import GroupSpec, WorkerSpec, read_spec
@@ -71,7 +70,7 @@ def kill(args: argparse.Namespace, ranks: int) -> None:
 
 def start(args: argparse.Namespace, ranks: int, folder: Path, work: dict[str, str]) -> "list[subprocess.Popen[bytes]]":
     """Start all ranks as a gateway does."""
-    from gateway.workers.supervisor.ranks import ranks_of
+    from gateway.workers.supervisor.ranks import ranks_of, variables_of
 
     config = models.config(models.GEOMETRIES[args.geometry], args.dtype, 0)
     (folder / "config.json").write_text(json.dumps(config))
@@ -79,13 +78,11 @@ def start(args: argparse.Namespace, ranks: int, folder: Path, work: dict[str, st
     spec = WorkerSpec("bench", str(folder), 1, "", "", dtype=args.dtype, cache_bytes=0, group=group)
     specs = ranks_of(spec) if group is not None else [spec]
     processes: list[subprocess.Popen[bytes]] = []
-    for rank, each in enumerate(specs):
-        if each.rank is not None and args.backend == "nccl":
-            each = replace(each, rank=replace(each.rank, gpu=str(rank)))
+    for each in specs:
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.group"],
             stdin=subprocess.PIPE,
-            env=os.environ | work | {CHILD: args.geometry, "NCCL_NVLS_ENABLE": "0"},
+            env=os.environ | variables_of(each) | work | {CHILD: args.geometry, "NCCL_NVLS_ENABLE": "0"},
         )
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(each))
@@ -119,8 +116,6 @@ def stop(processes: "list[subprocess.Popen[bytes]]") -> None:
 
 def run_rank() -> int:
     spec = read_spec("-")
-    if spec.rank is not None and spec.rank.gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = spec.rank.gpu
     from worker.group.follower import Follower, follow
 
     class RandomFollower(Follower):

@@ -5,11 +5,11 @@ client, and sends it in a `TickPlan` before each tick; the others, its followers
 follower has two connections to rank 0, which binds both: the *plan*, between the two engine threads, and the *watch*,
 between threads that no engine can block. Both are CURVE over TCP, with keys that the gateway makes for each start. All
 ranks run one version of mlxd, which is in `JoinGroup` and which rank 0 checks, so that fields may change between
-versions.
+versions. The routing id of a message is its sender's rank. `SetMemory`, `Shutdown` and `Goodbye` are the messages
+between gateway and worker.
 
 Plan: `JoinGroup` up, `StartLoading` down, `RankLoaded` up, then `TickPlan` down and `PlanDone` up for each tick, with a
-`RankMemory` before it if the plan contains a `GroupShare`. Watch: `RankHeartbeat` both ways, `GroupStopped` down and
-`RankFailed` up.
+`RankMemory` before it if the plan contains a `SetMemory`. Watch: `RankHeartbeat` both ways, and `Goodbye` up.
 
 Division of a model among the ranks of a group: which architectures of mlx-lm can be divided, and into how many
 parts.
@@ -23,7 +23,8 @@ from typing import Any, Final
 import msgspec
 
 from protocol.codec import decode
-from protocol.failures import Failure
+from protocol.from_worker import Goodbye, RankInfo
+from protocol.to_worker import SetMemory, Shutdown
 
 TENSOR: Final = "tensor"
 PIPELINE: Final = "pipeline"
@@ -71,17 +72,7 @@ def resolve(config: Mapping[str, Any], parallel: str, backend: str, *, has_cuda:
     return parallel, backend
 
 
-def parts_of(ranks: int, split: tuple[int, ...] | list[int]) -> list[float]:
-    """Return each rank's share of a model.
-
-    `split` has the number of layers of each rank; if empty, all shares are equal.
-    """
-    return [layers / sum(split) for layers in split] if split else [1 / max(1, ranks)] * ranks
-
-
-def refusal(
-    config: Mapping[str, Any], parallel: str, ranks: int, split: tuple[int, ...] | list[int] = (), backend: str = ""
-) -> str:
+def refusal(config: Mapping[str, Any], parallel: str, ranks: int, backend: str = "") -> str:
     """Return the reason why a model cannot be divided as requested; empty if it can."""
     kind = config.get("model_type")
     if parallel == PIPELINE and backend == NCCL:
@@ -93,19 +84,10 @@ def refusal(
         return f"mlx-lm cannot run '{kind}' {parallel}-parallel{hint}"
     text = _text(config)
     if parallel == PIPELINE:
-        return _pipeline_refusal(text, ranks, split)
-    if split:
-        return "split is for a pipeline; tensor-parallel ranks have equal parts"
+        layers = text.get("num_hidden_layers")
+        is_short = isinstance(layers, int) and layers < ranks
+        return f"{layers} layers are too few for {ranks} ranks" if is_short else ""
     return _tensor_refusal(kind in _REPEATS, text, ranks) or _groups_refusal(config, text, ranks)
-
-
-def _pipeline_refusal(text: Mapping[str, Any], ranks: int, split: tuple[int, ...] | list[int]) -> str:
-    layers = text.get("num_hidden_layers")
-    if not isinstance(layers, int):
-        return ""
-    if split and (len(split) != ranks or sum(split) != layers or min(split) < 1):
-        return f"split: {list(split)} must have {ranks} numbers above 0 that sum to the model's {layers} layers"
-    return f"{layers} layers are too few for {ranks} ranks" if layers < ranks else ""
 
 
 def _tensor_refusal(repeats: bool, text: Mapping[str, Any], ranks: int) -> str:
@@ -156,34 +138,27 @@ class Versions(msgspec.Struct, frozen=True, array_like=True):
 class JoinGroup(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Message of a follower that has started.
 
-    `form` is a digest of its model's files and of settings that affect results. `links` are the addresses `ip:port`
-    where the follower will listen for a ring; `devices` are the RDMA devices that connect its host to each rank,
-    indexed by rank.
+    `info` is complete but for the size of its part. `form` is a digest of its model's files and of settings that affect
+    results. `links` are the addresses `ip:port` where the follower will listen for a ring.
     """
 
     epoch: int
-    rank: int
-    pid: int
-    host: str
+    info: RankInfo
     versions: Versions
     form: str
-    device: str = ""
     links: tuple[str, ...] = ()
-    devices: tuple[str, ...] = ()
 
 
 class StartLoading(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Command to connect by `backend` and to load, sent once all followers have joined.
 
-    `links` has the addresses of each rank, and `split` its number of layers; both are indexed by rank.
+    `links` has the addresses of each rank, indexed by rank.
     """
 
     backend: str
     parallel: str
     links: tuple[tuple[str, ...], ...] = ()
-    devices: tuple[tuple[str, ...], ...] = ()
     coordinator: str = ""
-    split: tuple[int, ...] = ()
 
 
 class RankLoaded(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -192,7 +167,6 @@ class RankLoaded(msgspec.Struct, frozen=True, array_like=True, tag=3):
     `needs_checkpoints` means that some layers can resume a prefix only at a checkpoint.
     """
 
-    rank: int
     shard_bytes: int
     needs_checkpoints: bool
 
@@ -264,19 +238,9 @@ class SettleMemory(msgspec.Struct, frozen=True, array_like=True, tag=21):
     """Operation: store the rows that have ended."""
 
 
-class GroupShare(msgspec.Struct, frozen=True, array_like=True, tag=22):
-    """Operation: set the memory share of the ranks on rank 0's host, as in `SetMemory`. Answered by `RankMemory`."""
-
-    share_bytes: int
-    kv_part: float = 1.0
-    cache_part: float = 1.0
-
-
-class LeaveGroup(msgspec.Struct, frozen=True, array_like=True, tag=24):
-    """Operation: end the group. A follower answers with `PlanDone`, and exits."""
-
-
-Op = BeginGroup | InsertRow | RemoveRow | ResizeCache | ClearCache | SettleMemory | GroupShare | LeaveGroup
+# `SetMemory` sets the memory share of the ranks on rank 0's host, and is answered by `RankMemory`. `Shutdown` ends the
+# group: a follower answers with `PlanDone`, and exits.
+Op = BeginGroup | InsertRow | RemoveRow | ResizeCache | ClearCache | SettleMemory | SetMemory | Shutdown
 
 
 class TickPlan(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -295,7 +259,6 @@ class TickPlan(msgspec.Struct, frozen=True, array_like=True, tag=4):
 class PlanDone(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """Answer to a plan. `crc` covers all rids and ids generated so far."""
 
-    rank: int
     seq: int
     crc: int
     step_us: int = 0
@@ -309,7 +272,6 @@ class RankMemory(msgspec.Struct, frozen=True, array_like=True, tag=6):
     token; `arrays` is the number of arrays in a cached prefix with a checkpoint.
     """
 
-    rank: int
     token_bytes: int
     windows: tuple[tuple[int, int], ...]
     fixed_bytes: int
@@ -326,30 +288,15 @@ class RankHeartbeat(msgspec.Struct, frozen=True, array_like=True, tag=7):
     process since it began the current plan.
     """
 
-    rank: int
     begun: int = 0
     done: int = 0
     cpu_s: float = 0.0
 
 
-class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Last message of a follower that cannot continue. `status` is its exit status."""
-
-    rank: int
-    status: int
-    failure: Failure
-
-
-class GroupStopped(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Message of rank 0 that the group was stopped, so that followers do not treat the end of rank 0 as a failure.
-
-    Rank 0 sends it in place of `RankHeartbeat` until all have answered `LeaveGroup`.
-    """
-
-
 Down = StartLoading | TickPlan
 Up = JoinGroup | RankLoaded | PlanDone | RankMemory
-Watch = RankHeartbeat | RankFailed | GroupStopped
+# `Goodbye` is the last message of a follower that cannot continue.
+Watch = RankHeartbeat | Goodbye
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _down: Final[msgspec.msgpack.Decoder[Down]] = msgspec.msgpack.Decoder(Down)

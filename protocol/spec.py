@@ -20,15 +20,25 @@ IMAGE_PIXELS_MAX: Final = 64_000_000
 MEDIA_MAX: Final = 64
 
 
-class HostSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Host of one rank: its ssh destination, and the addresses where the rank listens.
-
-    `devices` are the rank's RDMA devices towards each rank; the entry for the rank itself is empty.
+class HostSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Host of one rank, as in a host file of mlx.launch: its ssh destination, the addresses where the rank listens, and
+    its RDMA devices, of which there is one, or several, towards each rank, and none towards itself.
     """
 
     ssh: str
-    ips: tuple[str, ...]
-    devices: tuple[str, ...] = ()
+    ips: tuple[str, ...] = ()
+    rdma: tuple[str | tuple[str, ...] | None, ...] = ()
+
+
+class HostFile(msgspec.Struct, frozen=True):
+    """A host file of mlx.launch. `envs` are environment variables of all ranks, as NAME=VALUE."""
+
+    hosts: tuple[HostSpec, ...] = ()
+    backend: str = ""
+    envs: tuple[str, ...] = ()
+
+
+_THIS_HOST: Final = HostSpec(LOCAL, ("127.0.0.1",))
 
 
 class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -36,17 +46,14 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     first.
 
     `parallel` is `tensor` (each rank has a part of every layer) or `pipeline` (each rank has some layers), `backend` is
-    `ring`, `nccl` or `jaccl`. `split` has the number of layers of each rank of a pipeline; empty means an even split.
+    `ring`, `nccl` or `jaccl`.
     """
 
     nodes: tuple[str, ...]
     parallel: str
     backend: str
-    split: tuple[int, ...] = ()
     # Hosts by rank of a group over several machines; empty for this machine alone.
     hosts: tuple[HostSpec, ...] = ()
-    # Python interpreter on the other machines; empty means the path of this machine's interpreter.
-    python: str = ""
     # Environment variables of all ranks, as NAME=VALUE.
     envs: tuple[str, ...] = ()
     # Total memory of the ranks, set by the operator for ranks on other machines; 0 means each machine's whole memory.
@@ -56,10 +63,16 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     def size(self) -> int:
         return len(self.nodes)
 
-    @property
-    def variables(self) -> dict[str, str]:
-        """Return the environment variables of `envs` as a mapping from name to value."""
-        return dict(each.split("=", 1) for each in self.envs)
+    def host(self, rank: int) -> HostSpec:
+        return self.hosts[rank] if self.hosts else _THIS_HOST
+
+    def is_remote(self, rank: int) -> bool:
+        """Whether a rank runs on another machine than rank 0. Its memory, if not 0, was set by the operator."""
+        return self.nodes[rank] != LOCAL
+
+    def beside(self, rank: int) -> int:
+        """Return the number of ranks on a rank's host, which share the host's `memory_bytes`."""
+        return self.nodes.count(self.nodes[rank])
 
 
 class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -75,14 +88,8 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     public: str
     secret: str
     members: tuple[str, ...] = ()
-    # `ips` and `devices` have the same meaning as in `HostSpec`.
-    ips: tuple[str, ...] = ("127.0.0.1",)
-    devices: tuple[str, ...] = ()
-    # Value of CUDA_VISIBLE_DEVICES; empty leaves it unchanged.
-    gpu: str = ""
-    # Number of the group's ranks on this rank's host, which share `memory_bytes`.
-    beside: int = 1
-    # Timeout until all ranks have joined.
+    # The times of `worker.group.rank_heartbeats`, in seconds. Timeout until all ranks have joined, and then of their
+    # connection by MLX.
     join_s: float = 60.0
     # Timeout after joining until all ranks have loaded.
     load_s: float = 600.0
@@ -96,8 +103,6 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     leave_s: float = 1.0
     # Assumed duration of the first steps, which compile kernels.
     first_s: float = 15.0
-    # Whether this rank runs on another machine than rank 0. Its `memory_bytes`, if not 0, was set by the operator.
-    is_remote: bool = False
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

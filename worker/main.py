@@ -73,8 +73,6 @@ def main(argv: list[str] | None = None) -> int:
     if is_over_ssh:
         threading.Thread(target=_end_with_input, name="ssh", daemon=True).start()
     _prepare_process(spec)
-    if spec.rank is not None and spec.rank.gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = spec.rank.gpu
     if spec.rank is not None and spec.rank.rank > 0:
         from worker.group.follower import Follower, follow
 

@@ -40,7 +40,8 @@ def schema() -> dict[str, Any]:
     """Return the JSON schema of the file, for editors."""
     (root,), components = msgspec.json.schema_components([Config], schema_hook=lambda _: {"type": "string"})
     texts = descriptions()
-    tables = {name: _file_spelling(table, texts[name]) for name, table in components.items()}
+    # Structs of other modules are the content of other files.
+    tables = {name: _file_spelling(table, texts[name]) for name, table in components.items() if name in texts}
     top = tables.pop(root["$ref"].rpartition("/")[2])
     # The file and each of its tables are optional.
     for key in ("required", "description", "title"):

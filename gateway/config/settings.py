@@ -14,7 +14,7 @@ from msgspec import Meta, Struct, structs
 
 from gateway.command_failed import CommandFailed
 from gateway.state_dir import admin_socket, keys_path, log_path, run_dir, usage_path
-from protocol.spec import DEFAULT_MAX_RUNNING, LOCAL
+from protocol.spec import DEFAULT_MAX_RUNNING, LOCAL, HostFile
 from protocol.to_worker import (
     AnswerTokens,
     Penalty,
@@ -63,24 +63,6 @@ class UpstreamConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     models: dict[str, str] = {}
     # Allow plain HTTP, which shows keys and prompts to the network.
     plain_http: bool = False
-
-
-class HostConfig(Struct, frozen=True):
-    """A host in a host file: its destination for ssh, the addresses of its ranks, and its RDMA devices. There is one
-    device, or several, for each host of the file in order.
-    """
-
-    ssh: str
-    ips: tuple[str, ...] = ()
-    rdma: tuple[str | tuple[str, ...] | None, ...] = ()
-
-
-class HostFile(Struct, frozen=True):
-    """A host file of mlx.launch. `envs` are environment variables of all ranks, as NAME=VALUE."""
-
-    hosts: tuple[HostConfig, ...] = ()
-    backend: str = ""
-    envs: tuple[str, ...] = ()
 
 
 class GroupConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,13 +14,13 @@ import msgspec
 from msgspec import structs
 
 from gateway.config.origins import is_loopback
-from gateway.config.settings import Config, GroupConfig, HostConfig, HostFile, ModelConfig
+from gateway.config.settings import Config, GroupConfig, ModelConfig
 from gateway.config.source import ConfigSource
 from gateway.model_files.metadata import Unreadable, find, read_config
 from protocol.checkpoint import TEXT, kind_of
-from protocol.collectives import BACKENDS, SEPARATOR, VARIABLES, ring_problem
+from protocol.collectives import BACKENDS, VARIABLES, ring_problem
 from protocol.group import AUTO, JACCL, NCCL, PIPELINE, RING, refusal, resolve
-from protocol.spec import LOCAL, GroupSpec, HostSpec, WorkerSpec
+from protocol.spec import LOCAL, GroupSpec, HostFile, HostSpec, WorkerSpec
 
 FILE_BYTES_MAX: Final = 1 << 20
 # All environment variables of a rank must fit into one write to its pipe.
@@ -35,7 +35,7 @@ def read_hosts(path: Path) -> HostFile:
     if path.stat().st_size > FILE_BYTES_MAX:
         raise ValueError("is too large")
     try:
-        read = msgspec.json.decode(path.read_bytes(), type=HostFile | tuple[HostConfig, ...])
+        read = msgspec.json.decode(path.read_bytes(), type=HostFile | tuple[HostSpec, ...])
     except msgspec.DecodeError as error:
         raise ValueError(f"is no host file of mlx.launch: {error}") from None
     file = read if isinstance(read, HostFile) else HostFile(read)
@@ -50,12 +50,7 @@ def read_hosts(path: Path) -> HostFile:
     return file
 
 
-def devices_of(host: HostConfig) -> tuple[str, ...]:
-    """Return the RDMA devices that connect a host to each rank, in the format of `protocol.collectives`."""
-    return tuple(each or "" if isinstance(each, str | None) else SEPARATOR.join(each) for each in host.rdma)
-
-
-def _check_host(host: HostConfig, count: int) -> None:
+def _check_host(host: HostSpec, count: int) -> None:
     name = host.ssh
     if not name or name == LOCAL or name.startswith("-") or not name.isprintable() or " " in name:
         raise ValueError(f"has a host whose ssh is {name!r}: a destination such as me@studio2.local is expected")
@@ -166,9 +161,7 @@ def _group(model: ModelConfig) -> GroupSpec | None:
         ranks,
         group.parallel,
         group.backend,
-        (),
-        tuple(HostSpec(host.ssh, host.ips, devices_of(host)) for host in group.launch.hosts),
-        "",
+        group.launch.hosts,
         group.launch.envs,
         0 if model.memory_bytes == "auto" or set(ranks) == {LOCAL} else model.memory_bytes,
     )
@@ -229,7 +222,7 @@ def _missing_link(group: GroupConfig) -> str:
     """Return the reason why the hosts of a host file cannot be connected; empty if they can."""
     hosts = group.launch.hosts
     if group.backend == JACCL:
-        problem = ring_problem([devices_of(host) for host in hosts], len(hosts))
+        problem = ring_problem([host.rdma for host in hosts])
         return f"{problem}: name it in rdma of {group.hosts}" if problem else ""
     if group.backend in (AUTO, RING) and len({len(host.ips) for host in hosts}) > 1:
         return f"{group.hosts}: each host of a ring has as many ips as every other, a link for each"

@@ -19,7 +19,7 @@ from gateway.config.worker_spec_and_group import worker_spec
 from gateway.ctl import client
 from gateway.ctl.calibrate import spec_input
 from gateway.ctl.tables import records
-from gateway.workers.supervisor.ranks import ranks_of
+from gateway.workers.supervisor.ranks import ranks_of, variables_of
 from gateway.workers.supervisor.spawn import default_command
 from protocol.spec import LOCAL, STDIN, WorkerSpec
 from protocol.verify_output import Difference, VerifyCheck
@@ -56,7 +56,7 @@ def in_process(config: Config, model: ModelConfig, tokens: int) -> Generator[Ver
     argv = [sys.executable, "-P", "-m", "worker.tools.verify", "--spec", STDIN, "--tokens", str(tokens)]
     with ExitStack() as ranks:
         stdin = ranks.enter_context(spec_input(first))
-        process = subprocess.Popen(argv, stdin=stdin, stdout=subprocess.PIPE, env=_environment(first))
+        process = subprocess.Popen(argv, stdin=stdin, stdout=subprocess.PIPE, env=os.environ | variables_of(first))
         for follower in followers:
             ranks.enter_context(_following(follower))
         with process:
@@ -66,16 +66,12 @@ def in_process(config: Config, model: ModelConfig, tokens: int) -> Generator[Ver
         raise CommandFailed(f"the model could not be verified (exit status {process.returncode})")
 
 
-def _environment(spec: WorkerSpec) -> dict[str, str]:
-    return os.environ | (spec.group.variables if spec.group is not None else {})
-
-
 @contextmanager
 def _following(spec: WorkerSpec) -> Generator[None, None, None]:
     """Run a follower of the verifying process. It is killed if it does not end with that process."""
     with (
         spec_input(spec) as stdin,
-        subprocess.Popen(default_command(spec), stdin=stdin, env=_environment(spec)) as process,
+        subprocess.Popen(default_command(spec), stdin=stdin, env=os.environ | variables_of(spec)) as process,
     ):
         try:
             yield

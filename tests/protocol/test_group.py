@@ -4,7 +4,9 @@ import pytest
 
 from protocol import group as g
 from protocol.codec import MalformedFrame
-from protocol.failures import Code, ExitStatus, Failure
+from protocol.failures import Code, Failure
+from protocol.from_worker import Goodbye, RankInfo
+from protocol.to_worker import SetMemory, Shutdown
 
 INSERT = g.InsertRow(
     1 << 62, [1, 2], [3], 9, 1, True, (7,), [1], "salt", 0, [g.RowQuestion([4, 5], [[6], [7, 8]])], [128]
@@ -16,8 +18,8 @@ OPS: list[g.Op] = [
     g.ResizeCache(1 << 40, 1, 2, 3),
     g.ClearCache(),
     g.SettleMemory(),
-    g.GroupShare(1 << 40, 0.5, 0.25),
-    g.LeaveGroup(),
+    SetMemory(1 << 40, 0.5, 0.25),
+    Shutdown(),
 ]
 
 
@@ -28,16 +30,22 @@ def test_each_operation_of_a_plan_survives_its_frame() -> None:
 
 def test_what_followers_say_survives_its_frame() -> None:
     join = g.JoinGroup(
-        3, 1, 42, "né", g.Versions("0.1.0", "0.32.4", "0.32.2"), "form", "gpu", ("1.2.3.4:5",), ("", "a")
+        3,
+        RankInfo(1, "far", "né", 42, "gpu"),
+        g.Versions("0.1.0", "0.32.4", "0.32.2"),
+        "form",
+        ("1.2.3.4:5",),
     )
     said: list[g.Up] = [
-        join, g.RankLoaded(1, 2, True), g.PlanDone(1, 7, 8, 9, 10), g.RankMemory(1, 2, ((3, 4),), 5, 6, 7, 8,
-        9),
-    ]  # fmt: skip
+        join,
+        g.RankLoaded(2, True),
+        g.PlanDone(7, 8, 9, 10),
+        g.RankMemory(2, ((3, 4),), 5, 6, 7, 8, 9),
+    ]
     assert [g.decode_up(g.encode(message)) for message in said] == said
     watched: list[g.Watch] = [
-        g.RankHeartbeat(1, 3, 2),
-        g.RankFailed(1, ExitStatus.INCOMPATIBLE, Failure(Code.INCOMPATIBLE, "versions")),
+        g.RankHeartbeat(3, 2),
+        Goodbye(3, "the rank ends", Failure(Code.INCOMPATIBLE, "versions")),
     ]
     assert [g.decode_watch(g.encode(message)) for message in watched] == watched
 

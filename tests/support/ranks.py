@@ -34,7 +34,7 @@ def ranks_with(spec: WorkerSpec, **changes: Any) -> list[WorkerSpec]:
 
 
 def group_spec(path: Path, parallel: str, size: int = 2, **settings: Any) -> WorkerSpec:
-    group = GroupSpec(("local",) * size, parallel, "ring", settings.pop("split", ()))
+    group = GroupSpec(("local",) * size, parallel, "ring")
     return WorkerSpec(name="test", path=str(path), epoch=1, down="", up="", group=group, **settings)
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, Final, Protocol, TypeVar
 
 import mlx.core as mx
+import msgspec
 import zmq
 
 from protocol import group
@@ -23,7 +24,7 @@ from protocol.group import RING, BeginGroup, ClearCache, InsertRow, Op, RemoveRo
 from protocol.group import resolve as divided
 from protocol.spec import WorkerSpec
 from protocol.stats import RankStats
-from protocol.to_worker import SetMemory
+from protocol.to_worker import SetMemory, Shutdown
 from worker.engine.batch import Batch
 from worker.engine.output import StepOutput
 from worker.engine.row import BatchSequence, Token
@@ -157,7 +158,7 @@ def open_group(spec: WorkerSpec, lost: Lost) -> tuple["Coordinator", Division]:
     identity = identity_of(spec)
     config = read_config(resolve(spec.path))
     parallel, backend = divided(config, spec.group.parallel, spec.group.backend, has_cuda=mx.cuda.is_available())
-    if reason := refusal(config, parallel, spec.group.size, spec.group.split, backend):
+    if reason := refusal(config, parallel, spec.group.size, backend):
         raise LoadFailed(Code.BAD_CONFIG, reason)
     lead = Coordinator(spec, lost)
     return lead, lead.gather(identity, parallel, backend)
@@ -202,12 +203,11 @@ class Coordinator:
                 raise failure
         if silent := self._watch.absent(deadline - time.monotonic()):
             raise PartnerLost(f"{self._names(silent)} joined, and cannot be heard at {self._rank.watch}")
-        links = (rank_agreement.own_links(self._rank), *(join.links for _, join in sorted(self._joined.items())))
-        devices = (self._rank.devices, *(join.devices for _, join in sorted(self._joined.items())))
-        coordinator = "" if backend == RING else rank_agreement.own_links(self._rank)[0]
-        go = group.StartLoading(backend, parallel, links, devices, coordinator, self._group.split)
+        links = (rank_agreement.own_links(self._spec), *(join.links for _, join in sorted(self._joined.items())))
+        coordinator = "" if backend == RING else rank_agreement.own_links(self._spec)[0]
+        go = group.StartLoading(backend, parallel, links, coordinator)
         self._send_all(group.encode(go))
-        connected = rank_agreement.connect(go, self._rank)
+        connected = rank_agreement.connect(go, self._spec)
         self._load_ends = time.monotonic() + self._rank.load_s
         log.info(
             "group of %d by %s, %s parallel: without drafts, media, adapters, packed passes, and prefixes on disk",
@@ -215,7 +215,7 @@ class Coordinator:
             backend,
             parallel,
         )
-        return Division(connected, parallel, self._group.split)
+        return Division(connected, parallel)
 
     # -- rank peers of the engine --------------------------------------------------------------------------------------
 
@@ -231,11 +231,11 @@ class Coordinator:
 
     def least(self, order: SetMemory, cost: KvCost, limits: ShareLimits) -> tuple[KvCost, ShareLimits]:
         assert self._layout is not None
-        self._ops.append(group.GroupShare(order.share_bytes, order.kv_part, order.cache_part))
+        self._ops.append(order)
         self.begin(0)
         answers = self._await(group.RankMemory, math.inf, "measure its memory")
         self._await_done()
-        ranks = [measured(0, self._layout, cost, limits), *answers.values()]
+        ranks = [measured(self._layout, cost, limits), *answers.values()]
         self.token_cost = token_cost(ranks)
         return costliest(ranks), tightest(limits, ranks)
 
@@ -246,7 +246,7 @@ class Coordinator:
     def leave(self) -> None:
         """Leave the group. The call fails neither for a follower that is already gone nor for a follower that hangs."""
         self._watch.leave()
-        self._ops.append(group.LeaveGroup())
+        self._ops.append(Shutdown())
         gone = self._unreached(self._next_plan(0))
         others = [rank for rank in self._followers if rank not in gone]
         with suppress(PartnerLost, LoadFailed):
@@ -260,11 +260,12 @@ class Coordinator:
 
     def info(self, own_bytes: int) -> GroupInfo:
         """Return facts about the ranks for the gateway; `own_bytes` is the size of rank 0's weights."""
-        ranks = [RankInfo(0, self._name(0), shard_bytes=own_bytes)]
-        for rank, join in sorted(self._joined.items()):
-            shard_bytes = self._loaded[rank].shard_bytes
-            ranks.append(RankInfo(rank, self._name(rank), join.host, join.pid, join.device, shard_bytes))
-        return GroupInfo(self._parallel, self._backend, tuple(ranks))
+        own = RankInfo(0, self._name(0), shard_bytes=own_bytes)
+        others = (
+            msgspec.structs.replace(join.info, shard_bytes=self._loaded[rank].shard_bytes)
+            for rank, join in sorted(self._joined.items())
+        )
+        return GroupInfo(self._parallel, self._backend, (own, *others))
 
     # -- plans -------------------------------------------------------------------------------------------------------
 
@@ -352,8 +353,6 @@ class Coordinator:
         except MalformedFrame as error:
             text = f"rank {rank} ({self._name(rank)}) is of another version of mlxd"
             raise LoadFailed(Code.INCOMPATIBLE, text, detail=str(error)) from error
-        if message.rank != rank:
-            raise PartnerLost(f"rank {rank} ({self._name(rank)}) says that it is rank {message.rank}")
         self._store(rank, message, kind, answers)
 
     def _names(self, ranks: Sequence[int]) -> str:

@@ -13,9 +13,9 @@ import zmq
 
 from protocol import group
 from protocol.failures import Code, ExitStatus, Failure
-from protocol.group import parts_of
+from protocol.from_worker import Goodbye, RankInfo
 from protocol.spec import WorkerSpec
-from protocol.to_worker import SetMemory
+from protocol.to_worker import SetMemory, Shutdown
 from worker.engine.batch import Batch
 from worker.engine.load_checks import silent_row
 from worker.engine.row import Row, RowQuestions
@@ -48,7 +48,7 @@ def follow(follower: "Follower") -> int:
     except Exception as error:  # a follower must report any error before it ends
         failure, status = _end(error)
         log.error("the rank ends: %s %s", failure.message, failure.detail)
-        follower.watch.fail(failure, status)
+        follower.fail(failure)
         return status
     follower.close()
     return ExitStatus.OK
@@ -60,8 +60,8 @@ def _end(error: Exception) -> tuple[Failure, int]:
             return error.failure, error.exit_status
         case PartnerLost():
             return error.failure, ExitStatus.PARTNER_LOST
-        case WorkerError():
-            return error.failure, ExitStatus.INTERNAL
+        case WorkerError(failure=failure):
+            return Failure(Code.WORKER_DIED, failure.message, failure.detail), ExitStatus.INTERNAL
         case _ if is_fabric_fault(error):
             return Failure(
                 Code.WORKER_DIED, "the connection to another rank was lost", repr(error)
@@ -76,13 +76,14 @@ class Follower:
 
     def __init__(self, spec: WorkerSpec) -> None:
         assert spec.rank is not None
+        assert spec.group is not None
         rank = spec.rank
-        self._spec, self._rank = spec, rank
+        self._spec, self._rank, self._group = spec, rank, spec.group
         self._progress = RankProgress(rank.first_s)
         self._sockets = RankSockets(rank)
         self.watch = FollowerWatch(rank, self._sockets, self._progress, _lost)
         self._socket = self._sockets.connect(rank.plan)
-        self._limit_bytes = spec.memory_bytes // rank.beside if rank.is_remote else 0
+        self._limit_bytes = spec.memory_bytes // spec.group.beside(rank.rank) if spec.group.is_remote(rank.rank) else 0
         self.crc = 0
         self._is_leaving = False
         self._rows: dict[int, Row] = {}
@@ -104,6 +105,10 @@ class Follower:
                 raise PartnerLost(f"rank 0 sent {type(message).__name__} out of turn")
             self.do(message)
 
+    def fail(self, failure: Failure) -> None:
+        """Send rank 0 the reason why this rank ends."""
+        self.watch.fail(Goodbye(self._spec.epoch, "the rank ends", failure))
+
     def close(self) -> None:
         """Leave the group after the last message is sent."""
         if self.watch.close():
@@ -116,19 +121,12 @@ class Follower:
         spec, rank = self._spec, self._rank
         memory.prepare_load()
         identity = self.identity()
-        if rank.is_remote:
+        if self._group.is_remote(rank.rank):
             self._check_free_memory()
-        join = group.JoinGroup(
-            spec.epoch,
-            rank.rank,
-            os.getpid(),
-            socket.gethostname(),
-            identity.versions,
-            identity.form,
-            str(mx.default_device()),
-            rank_agreement.own_links(rank),
-            rank.devices,
-        )
+        node, device = self._group.nodes[rank.rank], str(mx.default_device())
+        info = RankInfo(rank.rank, node, socket.gethostname(), os.getpid(), device)
+        links = rank_agreement.own_links(spec)
+        join = group.JoinGroup(spec.epoch, info, identity.versions, identity.form, links)
         end = time.monotonic() + rank.join_s
         while not self._socket.poll(_POLL_MS, zmq.POLLOUT):
             if time.monotonic() > end:
@@ -137,7 +135,7 @@ class Follower:
         go = self._receive()
         if not isinstance(go, group.StartLoading):
             raise PartnerLost(f"rank 0 sent {type(go).__name__} out of turn")
-        division = Division(rank_agreement.connect(go, rank), go.parallel, go.split)
+        division = Division(rank_agreement.connect(go, spec), go.parallel)
         loaded = self.load_part(division)
         memory.give_back()
         if self._limit_bytes and loaded.weights_bytes > self._limit_bytes:
@@ -146,15 +144,13 @@ class Follower:
         self._layout = KvLayout.of(lambda: make_caches(self._model))
         self._share = memory.MemoryShare(spec, loaded.weights_bytes)
         self._share.enforce(self._share.limits())
-        answer = group.RankLoaded(rank.rank, loaded.weights_bytes, self._layout.needs_checkpoints)
+        answer = group.RankLoaded(loaded.weights_bytes, self._layout.needs_checkpoints)
         self._socket.send(group.encode(answer))
 
     def _check_free_memory(self) -> None:
         """Check that the weights of this rank's part fit the machine, where no gateway plans memory. Raises
         `LoadFailed`."""
-        spec, rank = self._spec, self._rank.rank
-        assert spec.group is not None
-        need = int(loader.check_weights(resolve(spec.path)) * parts_of(spec.group.size, spec.group.split)[rank])
+        need = loader.check_weights(resolve(self._spec.path)) // self._group.size
         end = time.monotonic() + _FREE_MEMORY_TIMEOUT_S
         while (free := psutil.virtual_memory().available) < need:
             if time.monotonic() > end:
@@ -193,7 +189,7 @@ class Follower:
         active = mx.get_active_memory()
         if self._limit_bytes and active > self._limit_bytes + self._limit_bytes // _SPILL_DIVISOR:
             raise PartnerLost(self._exceeds("it takes", active))
-        done = group.PlanDone(self._rank.rank, plan.seq, self.crc, step_us, active)
+        done = group.PlanDone(plan.seq, self.crc, step_us, active)
         self._socket.send(group.encode(done))
 
     def _exceeds(self, action: str, size_bytes: int) -> str:
@@ -230,9 +226,9 @@ class Follower:
                 self.cache.clear()
             case group.SettleMemory():
                 self._batch.settle()
-            case group.GroupShare():
+            case SetMemory():
                 self._measure(op)
-            case group.LeaveGroup():
+            case Shutdown():
                 self._is_leaving = True
                 self._batch.close()
             case _:
@@ -249,13 +245,13 @@ class Follower:
             raise PartnerLost(f"{reused} tokens of a prompt are cached here, and {op.reused} on rank 0")
         self._rows[op.rid] = row
 
-    def _measure(self, order: group.GroupShare) -> None:
+    def _measure(self, order: SetMemory) -> None:
         cost = self._batch.kv_cost
         if cost is None:
             raise PartnerLost("the group was asked for its memory before a row had run")
-        limits = self._share.change(SetMemory(order.share_bytes, order.kv_part, order.cache_part))
+        limits = self._share.change(order)
         self._share.enforce(limits)
-        self._socket.send(group.encode(measured(self._rank.rank, self._layout, cost, limits)))
+        self._socket.send(group.encode(measured(self._layout, cost, limits)))
 
 
 def _lost(failure: Failure, status: int) -> None:

@@ -8,6 +8,7 @@ Checksum of all tokens that a group has generated; if the checksum differs betwe
 step.
 """
 
+import math
 import os
 import signal
 import socket
@@ -19,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import mlx.core as mx
 
@@ -27,7 +28,7 @@ from protocol import __version__, collectives
 from protocol.failures import Code
 from protocol.group import JoinGroup, RankMemory, StartLoading, Versions
 from protocol.model_files import TOKENIZER_FILES, digest, files_digest, weights_digest
-from protocol.spec import RankSpec, WorkerSpec
+from protocol.spec import GroupSpec, RankSpec, WorkerSpec
 from worker.engine.row import Token
 from worker.engine.scheduling.kv_budget import KvCost
 from worker.errors import LoadFailed, PartnerLost
@@ -60,7 +61,7 @@ def identity_of(spec: WorkerSpec) -> Identity:
 
 def mismatch(own: Identity, join: JoinGroup, node: str, epoch: int) -> LoadFailed | None:
     """Return the reason why a rank cannot join this group; None if the rank matches."""
-    place = f"rank {join.rank} ({node}, {join.host})"
+    place = f"rank {join.info.rank} ({node}, {join.info.host})"
     if join.versions != own.versions:
         theirs, ours = (" ".join([v.mlxd, v.mlx, v.mlx_lm]) for v in (join.versions, own.versions))
         return LoadFailed(Code.INCOMPATIBLE, f"{place} runs mlxd, mlx and mlx-lm {theirs}, and rank 0 {ours}")
@@ -71,11 +72,10 @@ def mismatch(own: Identity, join: JoinGroup, node: str, epoch: int) -> LoadFaile
     return None
 
 
-def measured(rank: int, layout: KvLayout, cost: KvCost, limits: ShareLimits) -> RankMemory:
+def measured(layout: KvLayout, cost: KvCost, limits: ShareLimits) -> RankMemory:
     # A cached prefix has keys and values for each attention layer, and up to four arrays for a recurrent layer.
     arrays = 2 * (layout.sliceable + layout.windowed) + 4 * layout.stateful
     return RankMemory(
-        rank,
         cost.token_bytes,
         cost.windows,
         cost.fixed_bytes,
@@ -118,49 +118,49 @@ def extend_checksum(crc: int, tokens: Sequence[Token]) -> int:
     return zlib.crc32(numbers.tobytes(), crc)
 
 
-# Timeout in seconds of connecting the ranks: native code on rank 0 of a ring would wait for the other ranks forever.
-CONNECT_TIMEOUT_S: Final = 60
-
-
-def own_links(rank: RankSpec) -> tuple[str, ...]:
+def own_links(spec: WorkerSpec) -> tuple[str, ...]:
     """Return addresses where this rank will listen, on ports that were free a moment ago. Raises `LoadFailed`."""
+    group, own = _place(spec)
     links: list[str] = []
     with ExitStack() as stack:
-        for ip in rank.ips:
+        for ip in group.host(own.rank).ips:
             probe = stack.enter_context(socket.socket())
             try:
                 probe.bind((ip, 0))
             except OSError as error:
-                why = f"rank {rank.rank} cannot listen at {ip}, which the group has as an address of its host"
+                why = f"rank {own.rank} cannot listen at {ip}, which the group has as an address of its host"
                 raise LoadFailed(Code.BAD_CONFIG, f"{why}: {error.strerror}") from error
             links.append(f"{ip}:{probe.getsockname()[1]}")
     return tuple(links)
 
 
-def connect(go: StartLoading, rank: RankSpec) -> Any:
+def connect(go: StartLoading, spec: WorkerSpec) -> Any:
     """Return MLX's group of all ranks. Raises `PartnerLost`. If native code exceeds the timeout, the process ends."""
-    size = len(go.links)
+    ranks, own = _place(spec)
     if not mx.distributed.is_available(go.backend):
-        raise LoadFailed(Code.BAD_CONFIG, f"MLX of rank {rank.rank} was built without the backend '{go.backend}'")
-    with tempfile.TemporaryDirectory(prefix="mlxd-group-") as folder, _within(CONNECT_TIMEOUT_S):
-        _prepare(go, rank, Path(folder))
+        raise LoadFailed(Code.BAD_CONFIG, f"MLX of rank {own.rank} was built without the backend '{go.backend}'")
+    # Native code on rank 0 of a ring would wait for the other ranks forever.
+    with tempfile.TemporaryDirectory(prefix="mlxd-group-") as folder, _within(math.ceil(own.join_s)):
+        rdma = [ranks.host(rank).rdma for rank in range(ranks.size)]
+        _prepare(collectives.environment(go.backend, own.rank, go.links, rdma, go.coordinator), Path(folder))
         try:
             group: Any = mx.distributed.init(strict=True, backend=go.backend)
         except RuntimeError as error:
-            raise PartnerLost(f"rank {rank.rank} cannot connect by {go.backend}: {error}") from error
-    if (group.rank(), group.size()) != (rank.rank, size):
-        raise PartnerLost(f"{go.backend} made a group of {group.size()} for one of {size}")
+            raise PartnerLost(f"rank {own.rank} cannot connect by {go.backend}: {error}") from error
+    if (group.rank(), group.size()) != (own.rank, ranks.size):
+        raise PartnerLost(f"{go.backend} made a group of {group.size()} for one of {ranks.size}")
     return group
 
 
-def _prepare(go: StartLoading, rank: RankSpec, folder: Path) -> None:
-    """Set the environment variables that MLX reads, and write the files that they name. Raises `LoadFailed`."""
-    try:
-        environment = collectives.environment(
-            go.backend, rank.rank, len(go.links), links=go.links, devices=go.devices, coordinator=go.coordinator
-        )
-    except collectives.CannotConnect as reason:
-        raise LoadFailed(Code.BAD_CONFIG, f"the ranks cannot be connected: {reason}") from reason
+def _place(spec: WorkerSpec) -> tuple[GroupSpec, RankSpec]:
+    """Return the group and the own rank."""
+    assert spec.group is not None
+    assert spec.rank is not None
+    return spec.group, spec.rank
+
+
+def _prepare(environment: collectives.Environment, folder: Path) -> None:
+    """Set the environment variables that MLX reads, and write the files that they name."""
     for name in collectives.VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(environment.variables)

@@ -1,32 +1,42 @@
-"""Watch of a group: threads that the engine cannot block, which exchange heartbeats between the ranks.
+"""Liveness of a group. The end of one rank is the end of all, and the gateway starts the group again.
 
-A rank whose partner is gone waits in a collective forever; the rank's watch ends its process.
+| a rank | is noticed by | which ends | within |
+|---|---|---|---|
+| has exited | the supervisor, by its process; that of a remote rank is the ssh client | the others | a few seconds |
+| has not begun | all ranks that have | themselves | `join_s` |
+| is silent | rank 0; rank 0's silence: the followers | themselves | `beat_s` |
+| does not finish a plan | rank 0 | itself | `step_s` of CPU time, or `stuck_s` |
+| does not run its watch | its own timer | itself | the longer of `beat_s` and its limit for a plan |
+
+The watch is a thread of each rank that the engine cannot block, because a rank whose partner is gone waits in a
+collective forever. It exchanges `RankHeartbeat` between rank 0 and each follower. Time in which its own process did not
+run does not count. A remote rank also ends with its standard input, which its ssh client holds. The times are fields of
+`RankSpec`, and those of the supervisor are in `ranks.py`. To the supervisor rank 0 is also a worker like any other,
+with longer limits.
 
 Sockets between the ranks of a group, with CURVE: only ranks of the same start are accepted.
 """
 
 import faulthandler
 import logging
-import socket as tcp
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from queue import Empty, SimpleQueue
 from typing import Final
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
-from zmq.utils.monitor import recv_monitor_message
 
 from protocol import group, sockets
 from protocol.codec import MalformedFrame
-from protocol.failures import FINAL_EXITS, Code, ExitStatus, Failure
-from protocol.group import GroupStopped, RankFailed, RankHeartbeat
+from protocol.failures import Code, ExitStatus, Failure
+from protocol.from_worker import Goodbye
+from protocol.group import RankHeartbeat
 from protocol.run_clock import RunClock
 from protocol.sockets import AllowedKeys, KeyPair
 from protocol.spec import RankSpec
-from worker.errors import PartnerLost
+from worker.errors import LoadFailed, PartnerLost
 
 log = logging.getLogger("mlxd.worker")
 
@@ -78,8 +88,6 @@ _BEAT_MS: Final = int(BEAT_S * 1e3)
 TURN_S: Final = 1.0
 # Maximum duration of a plan, as a multiple of the longest recent plan's duration.
 _MAX_SLOWDOWN: Final = 4.0
-# Timeout of the connection attempt that checks whether rank 0 still listens.
-_PROBE_TIMEOUT_S: Final = 0.25
 
 Lost = Callable[[Failure, int], None]
 """Ends the process: the reason, and the exit status."""
@@ -192,7 +200,7 @@ class _Watch:
                 self._arm()
 
     def _beat(self) -> RankHeartbeat:
-        return RankHeartbeat(self.rank.rank, self.progress.begun, self.progress.done, self.progress.cpu_s)
+        return RankHeartbeat(self.progress.begun, self.progress.done, self.progress.cpu_s)
 
     def lose(self, why: str, status: int = ExitStatus.PARTNER_LOST, code: Code = Code.WORKER_DIED) -> None:
         """End the process because another rank is lost, unless this rank leaves."""
@@ -223,7 +231,7 @@ class LeadWatch(_Watch):
         return [rank for rank in range(1, len(self._names)) if rank not in self._received_at]
 
     def leave(self) -> None:
-        """Report to the followers that the group was stopped. After that, the end of a rank is no failure."""
+        """From now on, the end of a rank is no failure."""
         self._is_leaving = True
 
     def _watch(self) -> None:
@@ -247,27 +255,24 @@ class LeadWatch(_Watch):
             log.warning("dropped a malformed frame of the group: %s", error)
             return
         rank = int.from_bytes(frames[0], "big")
-        if not 0 < rank < len(self._names) or (
-            isinstance(message, RankHeartbeat | RankFailed) and message.rank != rank
-        ):
+        if not 0 < rank < len(self._names):
             log.warning("dropped a frame of the group under the rank %d, which is none of its followers", rank)
             return
         match message:
-            case GroupStopped():
-                pass  # only rank 0 sends this message
             case RankHeartbeat():
                 self._received_at[rank], self._beats[rank] = self._clock.now, message
                 if len(self._received_at) == len(self._names) - 1:
                     self._is_complete.set()
-            case RankFailed(status=status, failure=failure):
+            case Goodbye(reason=reason, failure=failure):
+                failure = failure or Failure(Code.WORKER_DIED, reason)
                 why = f"rank {rank} ({self._name(rank)}): {failure.message}"
-                if status in FINAL_EXITS:
-                    self.lose(why, status, failure.code)
-                else:
+                if failure.code is Code.WORKER_DIED:
                     self.lose(f"{why} {failure.detail}".strip())
+                else:
+                    self.lose(why, LoadFailed(failure.code, why).exit_status, failure.code)
 
     def _send(self, socket: Socket) -> None:
-        frame = group.encode(GroupStopped() if self._is_leaving else self._beat())
+        frame = group.encode(self._beat())
         for rank in list(self._received_at):
             try:
                 socket.send_multipart((group.identity(rank), frame), zmq.NOBLOCK)
@@ -291,7 +296,8 @@ class LeadWatch(_Watch):
             self._plan = (progress.begun, now)
             return
         age_s = now - self._plan[1]
-        behind = {beat.rank: beat for beat in (self._beat(), *self._beats.values()) if beat.done < progress.begun}
+        beats = {**self._beats, self.rank.rank: self._beat()}
+        behind = {rank: beat for rank, beat in beats.items() if beat.done < progress.begun}
         # A heartbeat that was sent during the previous plan has the CPU time of that plan.
         used_s = min((beat.cpu_s if beat.begun == progress.begun else 0.0 for beat in behind.values()), default=0.0)
         if min(age_s, used_s) > self.limit_s or age_s > max(self.rank.stuck_s, self.limit_s):
@@ -308,67 +314,30 @@ class FollowerWatch(_Watch):
 
     def __init__(self, rank: RankSpec, sockets: RankSockets, progress: RankProgress, lost: Lost) -> None:
         super().__init__(rank, sockets, progress, lost)
-        self._last_messages: SimpleQueue[RankFailed] = SimpleQueue()
-        # Whether rank 0 has stopped the group. After that, the end of rank 0 is no failure.
-        self._is_left = False
-        # Whether the connection was lost and has not been restored.
-        self._is_cut = False
+        self._goodbye: Goodbye | None = None
 
-    def fail(self, failure: Failure, status: int) -> None:
+    def fail(self, goodbye: Goodbye) -> None:
         """Send the reason why this rank ends, and close."""
-        self._last_messages.put(RankFailed(self.rank.rank, status, failure))
+        self._goodbye = goodbye
         self.close()
 
     def _watch(self) -> None:
         socket = self._sockets.connect(self.rank.watch)
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         clock = RunClock(TURN_S)
         received_at, patience_s = clock.now, self.rank.join_s
-        was_connected = False
         while not self._is_closing.is_set():
             self._guard()
             with suppress(zmq.Again):  # rank 0 may not listen yet
                 socket.send(group.encode(self._beat()), zmq.NOBLOCK)
             if socket.poll(_BEAT_MS):
-                self._receive(socket)
+                while socket.poll(0):
+                    socket.recv()  # rank 0 sends only heartbeats
                 received_at, patience_s = clock.now, self.rank.beat_s
                 self._is_closing.wait(BEAT_S)
-            while monitor.poll(0):
-                is_up = recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-                was_connected |= is_up
-                # A disconnection counts only after the first successful handshake. Before, an earlier process may
-                # still hold the port; its keys are others, so the handshake with it fails and the connection ends.
-                self._is_cut = was_connected and not is_up
-            if self._is_cut and _refuses(self.rank.watch):
-                self._receive(socket)  # rank 0 may have sent `GroupStopped`
-                if not self._is_left:
-                    self.lose("rank 0 has ended")
             silence_s = clock.look() - received_at
             if silence_s > patience_s:
-                status = ExitStatus.OK if self._is_left else ExitStatus.PARTNER_LOST
-                self.lose(f"rank 0 has been silent for {silence_s:.0f} s", status)
-        socket.disable_monitor()
-        monitor.close(0)
-        with suppress(Empty, zmq.Again):
-            while True:
-                socket.send(group.encode(self._last_messages.get_nowait()), zmq.NOBLOCK)
+                self.lose(f"rank 0 has been silent for {silence_s:.0f} s")
+        if self._goodbye is not None:
+            with suppress(zmq.Again):
+                socket.send(group.encode(self._goodbye), zmq.NOBLOCK)
         socket.close(LINGER_MS)
-
-    def _receive(self, socket: Socket) -> None:
-        """Receive all pending messages."""
-        while socket.poll(0):
-            frame = socket.recv()
-            with suppress(MalformedFrame):
-                self._is_left |= isinstance(group.decode_watch(frame), GroupStopped)
-
-
-def _refuses(address: str) -> bool:
-    """Whether nothing listens at an address whose machine responds."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    try:
-        with tcp.create_connection((host, int(port)), _PROBE_TIMEOUT_S):
-            return False
-    except ConnectionRefusedError:
-        return True
-    except OSError:  # the machine or the network is gone, which the heartbeat timeout detects
-        return False

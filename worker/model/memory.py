@@ -152,7 +152,7 @@ class MemoryShare:
         self._most_buffers = most_buffers
         self._weights = weights
         self._device = device or MlxDevice()
-        self._is_remote = spec.rank is not None and spec.rank.is_remote
+        self._is_remote = spec.group is not None and spec.rank is not None and spec.group.is_remote(spec.rank.rank)
         self.order = SetMemory(spec.memory_bytes)
         # Wired limit that the current share asks for; 0 leaves the limit to MLX.
         self._wanted = 0
@@ -207,7 +207,8 @@ class MemoryShare:
     def _divide(self) -> ShareLimits:
         spec, order = self._spec, self.order
         # Each rank of a group gets an equal part of the operator's limits, and of its host's share.
-        ranks, beside = spec.group.size if spec.group else 1, spec.rank.beside if spec.rank else 1
+        ranks = spec.group.size if spec.group else 1
+        beside = spec.group.beside(spec.rank.rank) if spec.group and spec.rank else 1
         own_kv, own_prefixes = spec.kv_bytes // ranks, spec.cache_bytes // ranks
         if order.share_bytes:
             order = structs.replace(order, share_bytes=order.share_bytes // beside)

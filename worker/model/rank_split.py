@@ -3,7 +3,6 @@
 A rank never reads the parts of other ranks. Rank 0 samples, and all ranks use its ids.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -37,20 +36,18 @@ def agreement_of(model: Any) -> Agreement | None:
 class Division:
     """Part of a model that one rank of a group loads."""
 
-    def __init__(self, group: Any, parallel: str, split: Sequence[int] = ()) -> None:
+    def __init__(self, group: Any, parallel: str) -> None:
         self._group = group
         self.parallel = parallel
-        self._split = list(split) or None
 
     def take(self, model: Any, config: dict[str, Any]) -> None:
         """Reduce a model to this rank's part. Raises `LoadFailed`."""
-        if reason := refusal(config, self.parallel, self._group.size(), self._split or ()):
+        if reason := refusal(config, self.parallel, self._group.size()):
             raise LoadFailed(Code.BAD_CONFIG, reason)
         loaded = _shapes(model)
         with foreign_code(lambda error: self._undivided(config, error)):
             if self.parallel == PIPELINE:
-                # Only some classes accept a split.
-                model.model.pipeline(self._group, **({"split": self._split} if self._split else {}))
+                model.model.pipeline(self._group)
             else:
                 model.shard(self._group)
         _check(loaded, _shapes(model))

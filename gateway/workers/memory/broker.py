@@ -35,7 +35,6 @@ from gateway.workers.supervisor.state import (
 )
 from gateway.workers.supervisor.worker import WorkerHandle
 from protocol.failures import Code, Failure
-from protocol.group import parts_of
 from protocol.spec import LOCAL, WorkerSpec
 from protocol.to_worker import SetMemory
 
@@ -290,9 +289,8 @@ class Broker:
         need = estimate(model, self.budget, profile.load if profile is not None else None)
         if not group.ranks:
             return need
-        parts = zip(group.ranks, parts_of(len(group.ranks), ()), strict=True)
-        local = [part for node, part in parts if node == LOCAL]
-        return portion(need, sum(local), len(local))
+        local = group.ranks.count(LOCAL)
+        return portion(need, local / len(group.ranks), local)
 
     @contextmanager
     def lease(self, name: str) -> Generator[None, None, None]:

@@ -12,6 +12,7 @@ import os
 import shlex
 import signal
 import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -24,23 +25,23 @@ from gateway.workers.supervisor.exits_and_restarts import CODES
 from gateway.workers.supervisor.state import WorkerPort
 from protocol import __version__
 from protocol.failures import FINAL_EXITS, Code, ExitStatus, Failure
-from protocol.group import parts_of
+from protocol.group import AUTO, NCCL
 from protocol.sockets import make_pair
-from protocol.spec import LOCAL, GroupSpec, HostSpec, RankSpec, WorkerSpec
+from protocol.spec import LOCAL, GroupSpec, RankSpec, WorkerSpec
 
-# BatchMode disables prompts. A host that is silent for 6 s counts as lost, as a silent rank does. Connecting is
-# retried, because the host may be booting, and rank 0 waits a minute for it. Each rank has its own connection, even if
-# the user's ssh_config shares connections.
+# BatchMode disables prompts. Connecting is retried, because the host may be booting, and rank 0 waits a minute for it.
+# Each rank has its own connection, even if the user's ssh_config shares connections. The ranks' heartbeats notice a
+# silent host.
 OPTIONS: Final = (
     "BatchMode=yes",
     "ConnectTimeout=3",
     "ConnectionAttempts=10",
-    "ServerAliveInterval=2",
-    "ServerAliveCountMax=3",
     "ControlMaster=no",
     "ControlPath=none",
     "ClearAllForwardings=yes",
 )
+# The GPUs that a process sees; set for each rank of NCCL.
+_GPUS: Final = "CUDA_VISIBLE_DEVICES"
 # ssh exits with this status if the connection fails or a signal ends the remote command.
 SSH_FAILED: Final = 255
 # A shell exits with _SIGNAL_STATUS plus the number of the signal that ended its program. It exits with one of
@@ -61,9 +62,26 @@ def ssh_command(destination: str, python: str, arguments: Sequence[str]) -> list
     return ["ssh", "-T", *(part for option in OPTIONS for part in ("-o", option)), "--", destination, remote]
 
 
-def input_of(spec: WorkerSpec, envs: Sequence[str]) -> bytes:
+def variables_of(spec: WorkerSpec) -> dict[str, str]:
+    """Return the environment variables of a worker's group. With NCCL each rank of a host sees one of its GPUs, as with
+    mlx.launch.
+    """
+    if spec.group is None or spec.rank is None:
+        return {}
+    group, rank = spec.group, spec.rank.rank
+    variables = dict(each.split("=", 1) for each in group.envs)
+    if group.backend not in (AUTO, NCCL):
+        return variables
+    place = group.nodes[:rank].count(group.nodes[rank])
+    here = "" if group.is_remote(rank) else os.environ.get(_GPUS, "")
+    gpus = (variables.get(_GPUS) or here or str(place)).split(",")
+    return variables | {_GPUS: gpus[place % len(gpus)]}
+
+
+def input_of(spec: WorkerSpec) -> bytes:
     """Return the command's standard input: lines of environment variables, an empty line, and the specification."""
-    return "".join(f"{each}\n" for each in (*envs, "")).encode() + msgspec.json.encode(spec) + b"\n"
+    lines = "".join(f"{name}={value}\n" for name, value in variables_of(spec).items())
+    return f"{lines}\n".encode() + msgspec.json.encode(spec) + b"\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +131,12 @@ class RemoteRank:
 
     is_adopted: bool = False
 
-    def __init__(self, ssh: Child, stdin: int, title: str, destination: str, python: str) -> None:
+    def __init__(self, ssh: Child, stdin: int, title: str, destination: str) -> None:
         """Take ownership of `stdin`, the write end of the ssh client's standard input."""
         self.ssh = ssh
         self._stdin = stdin
         self._title = title
         self._destination = destination
-        self._python = python
         self._failure: Failure | None = None
 
     @property
@@ -160,10 +177,10 @@ class RemoteRank:
         if status == SSH_FAILED:
             return self._ssh_failure(lines)
         if status in _NO_PROGRAM:
-            why = f"it cannot run {self._python}: install mlxd there at the same path as here"
+            why = f"it cannot run {sys.executable}: install mlxd there at the same path as here"
             return self._refused(ExitStatus.BAD_CONFIG, why)
         if status == 1 and any("No module named" in line for line in lines):
-            why = f"{self._python} has no mlxd there: install it"
+            why = f"{sys.executable} has no mlxd there: install it"
             return self._refused(ExitStatus.BAD_CONFIG, f"{why} of the group")
         if status == 2 and any("unrecognized arguments" in line for line in lines):
             return self._refused(ExitStatus.INCOMPATIBLE, f"mlxd is older there: install {__version__}")
@@ -192,7 +209,6 @@ class RemoteRank:
         return Failure(code, f"{self._title} on {self._destination}: {why}")
 
 
-_THIS_HOST: Final = HostSpec("", ("127.0.0.1",))
 # Followers have this long to exit after rank 0. Then they get SIGTERM, and SIGKILL after TERM_S more.
 FOLLOWER_GRACE_S: Final = 0.5
 TERM_S: Final = 1.0
@@ -209,12 +225,11 @@ def is_local(group: GroupSpec) -> bool:
 def ranks_of(spec: WorkerSpec) -> list[WorkerSpec]:
     """Return the specifications of all ranks, with new keys and free ports. Raises `OSError`."""
     assert spec.group is not None
-    group, nodes = spec.group, spec.group.nodes
-    hosts = group.hosts or (_THIS_HOST,) * group.size
-    keys = [make_pair() for _ in nodes]
-    plan, watch = _free_addresses(hosts[0].ips[0])
+    group = spec.group
+    keys = [make_pair() for _ in group.nodes]
+    plan, watch = _free_addresses(group.host(0).ips[0])
     specs: list[WorkerSpec] = []
-    for rank, (host, pair) in enumerate(zip(hosts, keys, strict=True)):
+    for rank, pair in enumerate(keys):
         own = RankSpec(
             rank=rank,
             plan=plan,
@@ -223,12 +238,8 @@ def ranks_of(spec: WorkerSpec) -> list[WorkerSpec]:
             public=pair.public,
             secret=pair.secret,
             members=tuple(each.public for each in keys[1:]) if rank == 0 else (),
-            ips=host.ips,
-            devices=host.devices,
-            beside=nodes.count(nodes[rank]),
-            is_remote=nodes[rank] != LOCAL,
         )
-        specs.append(_remote_spec(spec, group, own) if own.is_remote else replace(spec, rank=own))
+        specs.append(_remote_spec(spec, group, own) if group.is_remote(rank) else replace(spec, rank=own))
     return specs
 
 
@@ -237,9 +248,7 @@ def _remote_spec(spec: WorkerSpec, group: GroupSpec, rank: RankSpec) -> WorkerSp
 
     The specification's memory is the share of all ranks on the rank's host.
     """
-    parts = parts_of(group.size, group.split)
-    host_part = sum(part for node, part in zip(group.nodes, parts, strict=True) if node == group.nodes[rank.rank])
-    memory_bytes = int(group.memory_bytes * host_part)
+    memory_bytes = group.memory_bytes * group.beside(rank.rank) // group.size
     return replace(spec, rank=rank, down="", up="", chat_template="", memory_bytes=memory_bytes)
 
 
@@ -259,7 +268,8 @@ def _free_addresses(ip: str) -> tuple[str, str]:
 class RankGroup:
     """Processes of a group as one `WorkerPort`: rank 0, which is the worker, and its followers.
 
-    Rank 0 detects a lost follower itself. When `wait` returns, all processes have exited.
+    `worker/group/rank_heartbeats.py` describes how a lost rank is noticed. When `wait` returns, all processes have
+    exited.
     """
 
     def __init__(self, lead: WorkerPort, followers: Sequence[WorkerPort], local_followers: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ import msgspec
 import psutil
 
 from gateway.workers.supervisor.child import Child, Output, start_ticks, wait_exit
-from gateway.workers.supervisor.ranks import RankGroup, RemoteRank, input_of, ranks_of, ssh_command
+from gateway.workers.supervisor.ranks import RankGroup, RemoteRank, input_of, ranks_of, ssh_command, variables_of
 from gateway.workers.supervisor.registry import Registry, Survivor, WorkerProcess, WorkerRecord
 from gateway.workers.supervisor.state import WorkerPort
 from protocol.failures import Failure
@@ -63,7 +63,7 @@ class Spawner:
         with contextlib.ExitStack() as undo:
             undo.callback(lambda: _kill(children, [lead, *followers]))
             for rank, each in enumerate(others, 1):
-                if each.rank is not None and each.rank.is_remote:
+                if group.is_remote(rank):
                     remote = self._start_remote(each, group, rank)
                     children.append(remote.ssh)
                     followers.append(remote)
@@ -84,18 +84,15 @@ class Spawner:
             # The worker could not connect without this socket, and its load would time out.
             raise FileNotFoundError(f"{down} is gone: somebody removed the run folder; restart mlxd")
         argv = self._command(spec)
-        variables = {FOLDER_ENV: str(profiles_dir(self._home))}
-        if spec.group is not None:
-            variables |= spec.group.variables
+        variables = {FOLDER_ENV: str(profiles_dir(self._home))} | variables_of(spec)
         with _input(msgspec.json.encode(spec), down.parent) as stdin:
             return self._popen(argv, stdin, label, forget, variables), argv
 
     def _start_remote(self, spec: WorkerSpec, group: GroupSpec, rank: int) -> RemoteRank:
         """Start a rank over ssh without waiting for the connection, whose failure ends ssh. Raises `OSError`."""
         destination = group.hosts[rank].ssh
-        python = group.python or sys.executable
-        argv = ssh_command(destination, python, self._command(spec)[1:])
-        data = input_of(spec, group.envs)
+        argv = ssh_command(destination, sys.executable, self._command(spec)[1:])
+        data = input_of(spec)
         if len(data) > PIPE_BYTES:
             raise OSError(errno.E2BIG, f"the specification of rank {rank} has {len(data)} bytes")
         read_fd, write_fd = os.pipe()
@@ -107,7 +104,7 @@ class Spawner:
             finally:
                 os.close(read_fd)
             undo.pop_all()
-        return RemoteRank(ssh, write_fd, f"rank {rank} of '{spec.name}'", destination, python)
+        return RemoteRank(ssh, write_fd, f"rank {rank} of '{spec.name}'", destination)
 
     def _popen(
         self, argv: Sequence[str], stdin: int, label: str, forget: Callable[[], None], variables: dict[str, str]

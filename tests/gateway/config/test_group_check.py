@@ -78,8 +78,8 @@ def test_a_host_file_of_mlx_launch_gives_the_ranks_their_hosts(tmp_path: Path) -
     (tmp_path / "hosts.json").write_text(json.dumps({"backend": "jaccl-ring", "envs": ["A=b c"], "hosts": cabled}))
     group = worker_spec(config := load(tmp_path, 'hosts = "hosts.json"'), config.models["big"]).group
     assert group is not None
-    assert (group.nodes, group.backend, group.variables) == (("local", "me@studio2"), "jaccl", {"A": "b c"})
-    assert group.hosts[1] == HostSpec("me@studio2", ("10.0.0.2",), ("rdma_en5,rdma_en6", ""))
+    assert (group.nodes, group.backend, group.envs) == (("local", "me@studio2"), "jaccl", ("A=b c",))
+    assert group.hosts[1] == HostSpec("me@studio2", ("10.0.0.2",), (("rdma_en5", "rdma_en6"), None))
     config = load(tmp_path, 'hosts = "hosts.json", backend = "ring"')
     assert config.models["big"].group.backend == "ring", "the configuration's word counts"
 

@@ -9,13 +9,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import zmq
-from msgspec.structs import replace
 
 from protocol import group, sockets
 from protocol.failures import Failure
+from protocol.from_worker import RankInfo
 from protocol.group import JoinGroup, RankHeartbeat, Versions
 from protocol.sockets import KeyPair
 from protocol.spec import RankSpec
+from protocol.to_worker import Shutdown
 from tests.support.ranks import group_spec, ranks_with
 from tests.support.scale import patient
 from worker.errors import LoadFailed, PartnerLost
@@ -62,15 +63,15 @@ class Ranks:
 
 
 def join(rank: int) -> JoinGroup:
-    return JoinGroup(1, rank, 99, "host", VERSIONS, "form")
+    return JoinGroup(1, RankInfo(rank, "local", "host", 99), VERSIONS, "form")
 
 
 @pytest.fixture
 def start(tmp_path: Any) -> Iterator[Callable[..., Ranks]]:
     with ExitStack() as stack:
 
-        def ranks(join_s: float, leave_s: float = 1.0, devices: tuple[str, ...] = ()) -> Ranks:
-            changes = {"join_s": join_s, "beat_s": patient(60), "leave_s": leave_s, "devices": devices}
+        def ranks(join_s: float, leave_s: float = 1.0) -> Ranks:
+            changes = {"join_s": join_s, "beat_s": patient(60), "leave_s": leave_s}
             first, *others = ranks_with(group_spec(tmp_path, "tensor", 3), **changes)
             assert first.rank is not None
             lost: list[Failure] = []
@@ -99,23 +100,17 @@ def test_an_answer_that_comes_twice_ends_the_group(start: Callable[[float], Rank
 
 def test_a_message_that_is_not_waited_for_yet_is_kept_once(start: Callable[[float], Ranks]) -> None:
     ranks = start(patient(20))
-    done = group.PlanDone(2, 1, 0)
+    done = group.PlanDone(1, 0)
     ranks.say(2, done, done)
     assert "rank 2 (local) sent PlanDone twice" in ranks.gather()
-
-
-def test_a_follower_that_says_it_is_another_rank_ends_the_group(start: Callable[[float], Ranks]) -> None:
-    ranks = start(patient(20))
-    ranks.say(1, join(2))
-    assert ranks.gather() == "rank 1 (local) says that it is rank 2"
 
 
 def test_a_group_does_not_begin_before_each_follower_is_heard_on_the_watch(start: Callable[[float], Ranks]) -> None:
     ranks = start(1.0)
     ranks.say(1, join(1))
     ranks.say(2, join(2))
-    ranks.say(1, RankHeartbeat(1), watch=True)
-    ranks.say(1, RankHeartbeat(STRANGER), name=STRANGER, watch=True)
+    ranks.say(1, RankHeartbeat(), watch=True)
+    ranks.say(1, RankHeartbeat(), name=STRANGER, watch=True)
     assert "rank 2 (local) joined, and cannot be heard at" in ranks.gather()
 
 
@@ -127,39 +122,36 @@ def test_a_stop_is_clean_although_a_follower_has_gone(start: Callable[[float], R
 
 def test_a_stop_waits_for_those_who_are_there_although_another_has_gone(start: Callable[..., Ranks]) -> None:
     ranks = start(1.0, leave_s=patient(60))
-    plan, watch = ranks.say(2, join(2)), ranks.say(2, RankHeartbeat(2), watch=True)
+    plan = ranks.say(2, join(2))
+    ranks.say(2, RankHeartbeat(), watch=True)
     assert "rank 1 (local) did not join" in ranks.gather()
     leaving = threading.Thread(target=ranks.lead.leave)
     leaving.start()
     assert plan.poll(patient(20) * 1000)
     order = group.decode_down(plan.recv())
     assert isinstance(order, group.TickPlan)
-    assert order.ops == [group.LeaveGroup()]
-    while not isinstance(group.decode_watch(watch.recv()), group.GroupStopped):
-        pass
-    # It is still busy, and must not take the end of rank 0 for a loss.
+    assert order.ops == [Shutdown()]
+    # It is still busy: rank 0 waits for it.
     monitor = plan.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     has_closed = monitor.poll(500)
     plan.disable_monitor()
     monitor.close(0)
     assert not has_closed
-    plan.send(group.encode(group.PlanDone(2, order.seq, order.crc)))
+    plan.send(group.encode(group.PlanDone(order.seq, order.crc)))
     leaving.join(patient(20))
     assert not leaving.is_alive()
     assert ranks.lost == []
 
 
 @pytest.mark.skipif(mx.distributed.is_available("jaccl"), reason="it would connect")
-def test_rdma_is_begun_with_the_devices_of_all_ranks_and_a_coordinator(start: Callable[..., Ranks]) -> None:
-    matrix = (("", "rdma_en2", "rdma_en3"), ("rdma_en2", "", "rdma_en3"), ("rdma_en2", "rdma_en3", ""))
-    ranks = start(patient(20), devices=matrix[0])
-    followers = [ranks.say(rank, replace(join(rank), devices=matrix[rank])) for rank in (1, 2)]
+def test_rdma_is_begun_with_a_coordinator(start: Callable[..., Ranks]) -> None:
+    ranks = start(patient(20))
+    followers = [ranks.say(rank, join(rank)) for rank in (1, 2)]
     for rank in (1, 2):
-        ranks.say(rank, RankHeartbeat(rank), watch=True)
+        ranks.say(rank, RankHeartbeat(), watch=True)
     with pytest.raises(LoadFailed, match="built without the backend 'jaccl'"):
         ranks.lead.gather(Identity(VERSIONS, "form"), "tensor", "jaccl")
     for follower in followers:
         go = group.decode_down(follower.recv())
         assert isinstance(go, group.StartLoading)
-        assert go.devices == matrix
         assert go.coordinator.startswith("127.0.0.1:")

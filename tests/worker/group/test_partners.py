@@ -76,8 +76,7 @@ def test_a_slow_follower_is_waited_for_and_one_without_a_lead_ends(
     run_dir: Path, folder: Path, expected: list[int]
 ) -> None:
     # It hardly runs in one of its plans, for longer than a plan may need: no CPU time is used up.
-    # Nothing listens where rank 0 did: that is noticed long before its silence would be.
-    slow = {"beat_s": patient(120), "step_s": 1.0, "first_s": 0.2, "stuck_s": patient(60)}
+    slow = {"step_s": 1.0, "first_s": 0.2, "stuck_s": patient(60)}
     with group_of(run_dir, folder, "slow", **slow) as group:
         group.ready()
         assert group.run([request(2000)])[0].ids == expected
@@ -183,9 +182,10 @@ def test_a_follower_with_other_files_is_refused_by_name(run_dir: Path, folder: P
 
 def with_memory(group: RunningGroup, size_bytes: int) -> RunningGroup:
     """The group, whose rank 1 is on another machine and has so many bytes there; 0 is what is free."""
-    spec = group.specs[1]
-    assert spec.rank is not None
-    group.specs[1] = replace(spec, memory_bytes=size_bytes, rank=replace(spec.rank, is_remote=True))
+    for rank, each in enumerate(group.specs):
+        assert each.group is not None
+        elsewhere = replace(each.group, nodes=("local", "far"))
+        group.specs[rank] = replace(each, group=elsewhere, memory_bytes=rank * size_bytes)
     return group
 
 
@@ -198,8 +198,8 @@ def test_a_rank_whose_weights_are_more_than_it_is_given_is_refused(run_dir: Path
 
 @pytest.mark.soak
 def test_a_rank_that_is_made_to_take_more_than_it_is_given_ends_the_group(run_dir: Path, folder: Path) -> None:
-    # Its two local ranks have half of it each: more than Python and MLX take, and less than the fault does.
-    with with_memory(group_of(run_dir, folder, "greedy"), 512 << 20) as group:
+    # It is more than Python and MLX take, and less than the fault does.
+    with with_memory(group_of(run_dir, folder, "greedy"), 256 << 20) as group:
         group.ready()
         assert group.run([request(1)])[0].terminals, "within it"
         group.submit(request(2000))
@@ -211,7 +211,7 @@ def test_a_rank_that_is_made_to_take_more_than_it_is_given_ends_the_group(run_di
 def test_a_rank_on_another_machine_refuses_weights_that_its_machine_has_no_memory_for(
     run_dir: Path, folder: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(folder, tmp_path / "large")
+    shutil.copytree(folder, tmp_path / "large", ignore=shutil.ignore_patterns("*.index.json"))
     size = 1 << 40
     header = json.dumps({"more": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     with (tmp_path / "large" / "model-more.safetensors").open("wb") as file:

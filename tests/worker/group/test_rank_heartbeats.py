@@ -80,21 +80,21 @@ def watched(tmp_path: Path) -> Iterator[Callable[[float], Watched]]:
 
 def test_a_rank_that_its_machine_hardly_runs_is_waited_for(watched: Callable[[float], Watched]) -> None:
     ranks = watched(patient(60))
-    assert ranks.beat(4 * STEP_S, lambda: RankHeartbeat(1, 1, 0, 0.1)) == ""
+    assert ranks.beat(4 * STEP_S, lambda: RankHeartbeat(1, 0, 0.1)) == ""
 
 
 def test_ranks_that_use_their_cpu_time_in_vain_are_stuck(watched: Callable[[float], Watched]) -> None:
     ranks = watched(patient(60))
-    reason = ranks.beat(patient(30), lambda: RankHeartbeat(1, 1, 0, STEP_S + 0.1))
+    reason = ranks.beat(patient(30), lambda: RankHeartbeat(1, 0, STEP_S + 0.1))
     assert "plan 1 has taken" in reason
     assert "rank 1 (studio2) has not done it either" in reason
 
 
 def test_cpu_time_of_the_plan_before_does_not_count(watched: Callable[[float], Watched]) -> None:
     ranks = watched(patient(60))
-    assert ranks.beat(4 * STEP_S, lambda: RankHeartbeat(1, 0, 0, 100.0)) == ""
+    assert ranks.beat(4 * STEP_S, lambda: RankHeartbeat(0, 0, 100.0)) == ""
 
 
 def test_a_plan_is_not_waited_for_forever_however_little_its_ranks_run(watched: Callable[[float], Watched]) -> None:
     ranks = watched(3 * STEP_S)
-    assert "rank 1 (studio2) has not done it either" in ranks.beat(patient(30), lambda: RankHeartbeat(1, 1, 0, 0.0))
+    assert "rank 1 (studio2) has not done it either" in ranks.beat(patient(30), lambda: RankHeartbeat(1, 0, 0.0))

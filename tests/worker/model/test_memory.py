@@ -81,7 +81,7 @@ def test_without_a_share_the_machine_is_the_limit() -> None:
 
 def elsewhere(size_bytes: int, **settings: int) -> MemoryShare:
     """The share of a rank on another machine, with so many bytes there, and 2 GiB of weights."""
-    rank = RankSpec(1, "plan", "watch", "server", "public", "secret", is_remote=True)
+    rank = RankSpec(1, "plan", "watch", "server", "public", "secret")
     group = GroupSpec(("local", "studio2"), "pipeline", "ring")
     spec = WorkerSpec("m", "p", 1, "d", "u", memory_bytes=size_bytes, group=group, rank=rank)
     return MemoryShare(structs.replace(spec, **settings), 2 * GIB)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from gateway.workers.supervisor.ranks import RankGroup, ranks_of
+from gateway.workers.supervisor.ranks import RankGroup, ranks_of, variables_of
 from protocol.failures import ExitStatus, Failure
 from protocol.sockets import encoded
 from protocol.spec import LOCAL, GroupSpec, HostSpec, WorkerSpec
@@ -113,28 +113,39 @@ def test_each_start_has_keys_and_ports_of_its_own_and_no_follower_the_secret_of_
     assert len({rank.plan for rank in places} | {rank.watch for rank in places}) == 4
     lead, *others = places[:3]
     assert lead.members == tuple(rank.public for rank in others)
-    assert all(rank.server == lead.public and rank.members == () and rank.beside == 3 for rank in others)
+    assert all(rank.server == lead.public and rank.members == () for rank in others)
     assert all(zmq.curve_public(encoded(rank.secret)) == encoded(rank.public) for rank in places)
-    assert all(rank.ips == ("127.0.0.1",) for rank in places), "a ring of one machine is not heard beyond it"
+    assert spec.group is not None
+    assert spec.group.host(1).ips == ("127.0.0.1",), "a ring of one machine is not heard beyond it"
 
 
 def test_a_rank_elsewhere_gets_its_host_s_part_of_the_memory_and_no_socket_or_template_of_this_machine() -> None:
     hosts = tuple(HostSpec(f"studio{rank}", (f"127.0.0.{rank}",), ("rdma",) * 4) for rank in (1, 2, 2, 3))
-    group = GroupSpec((LOCAL, "studio2", "studio2", "studio3"), "pipeline", "ring", (4, 2, 1, 1), hosts, "", (), 800)
+    group = GroupSpec((LOCAL, "studio2", "studio2", "studio3"), "pipeline", "ring", hosts, (), 800)
     spec = WorkerSpec("m", "demo", 1, "ipc://d", "ipc://u", chat_template="{{ 1 }}", memory_bytes=77, group=group)
     lead, *others = ranks_of(spec)
     assert (lead.memory_bytes, lead.down, lead.chat_template) == (77, "ipc://d", "{{ 1 }}")
-    assert [each.memory_bytes for each in others] == [300, 300, 100]
+    assert [each.memory_bytes for each in others] == [400, 400, 200]
     assert {(each.down, each.up, each.chat_template) for each in others} == {("", "", "")}
     ranks = [each.rank for each in (lead, *others) if each.rank is not None]
-    assert [rank.is_remote for rank in ranks] == [False, True, True, True]
-    assert [rank.beside for rank in ranks] == [1, 2, 2, 1]
-    assert ranks[3].ips == ("127.0.0.3",)
+    assert [group.is_remote(rank) for rank in range(4)] == [False, True, True, True]
+    assert [group.beside(rank) for rank in range(4)] == [1, 2, 2, 1]
+    assert group.host(3).ips == ("127.0.0.3",)
     assert ranks[1].plan.startswith("tcp://127.0.0.1:"), "where rank 0 is reached"
+
+
+@pytest.mark.parametrize(("backend", "gpus"), [("nccl", ["4", "5", "0"]), ("auto", ["4", "5", "0"]), ("ring", [])])
+def test_ranks_of_nccl_see_one_gpu_each(backend: str, gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    hosts = tuple(HostSpec(ssh, ("127.0.0.1",)) for ssh in ("near", "near", "far"))
+    group = GroupSpec((LOCAL, LOCAL, "far"), "tensor", backend, hosts, ("A=1=2",))
+    ranks = [variables_of(each) for each in ranks_of(WorkerSpec("m", "demo", 1, "", "", group=group))]
+    assert [each["A"] for each in ranks] == ["1=2"] * 3
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in ranks if "CUDA_VISIBLE_DEVICES" in each] == gpus
 
 
 def test_a_host_file_whose_first_host_is_another_machine_is_told() -> None:
     hosts = (HostSpec("studio2", ("192.0.2.7",)), HostSpec("studio1", ("127.0.0.1",)))
-    group = GroupSpec((LOCAL, "studio1"), "pipeline", "ring", (), hosts)
+    group = GroupSpec((LOCAL, "studio1"), "pipeline", "ring", hosts)
     with pytest.raises(OSError, match=r"192\.0\.2\.7, of the first host in its host file, is no address of this"):
         ranks_of(WorkerSpec("m", "demo", 1, "", "", group=group))

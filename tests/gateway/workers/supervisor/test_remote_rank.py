@@ -45,12 +45,12 @@ def client(folder: Path, script: str) -> None:
 def start(home: Path, envs: tuple[str, ...] = (), there: str = "pass") -> WorkerPort:
     """A group whose rank 0 sleeps, and whose rank 1 runs some Python at `me@far`."""
     hosts = (HostSpec("near", ("127.0.0.1",)), HostSpec("me@far", ("127.0.0.1",)))
-    group = GroupSpec((LOCAL, "me@far"), "pipeline", "ring", (), hosts, sys.executable, envs)
+    group = GroupSpec((LOCAL, "me@far"), "pipeline", "ring", hosts, envs)
     spec = WorkerSpec("m", "demo", 7, f"ipc://{home}/run/d.sock", "ipc://u", group=group)
 
     def command(each: WorkerSpec) -> list[str]:
         assert each.rank is not None
-        return [sys.executable, "-I", "-S", "-c", there] if each.rank.is_remote else SLEEPS
+        return [sys.executable, "-I", "-S", "-c", there] if each.rank.rank > 0 else SLEEPS
 
     return Spawner(home, Registry(home / "run"), command).spawn(spec)
 
@@ -155,7 +155,7 @@ async def test_a_rank_gets_its_variables_and_specification_by_its_input_and_ends
         (line,) = [line for line in group.last_lines() if "it's" in line]
         spec = msgspec.json.decode(line.partition("`id` ")[2], type=WorkerSpec)
         assert spec.rank is not None
-        assert (spec.rank.rank, spec.rank.is_remote, spec.down) == (1, True, "")
+        assert (spec.rank.rank, spec.down) == (1, "")
         assert TELLS in listed()
         assert spec.rank.secret not in listed()
         assert "`id`" not in listed()
