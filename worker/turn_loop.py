@@ -35,7 +35,7 @@ class QueuedJob:
     deadline: float | None = None
     wants_progress: bool = False
     # Deviations from the request that are reported to its client.
-    relaxed: tuple[str, ...] = ()
+    deviations: tuple[str, ...] = ()
     arrival: int = 0
     admitted: float = 0.0
 
@@ -180,7 +180,7 @@ class TurnLoop(RequestLoop[J]):
         return len(self._requests) - len(self._batched) >= most
 
     def _accepted(self, request: J) -> Accepted:
-        return Accepted(request.rid, request.tokens, request.relaxed)
+        return Accepted(request.rid, request.tokens, request.deviations)
 
     def _enter(self, request: J) -> None:
         request.arrival = next(self._arrivals)

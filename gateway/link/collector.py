@@ -38,13 +38,13 @@ class Collector:
         "_waiter",
         "accepted",
         "cached",
+        "deviations",
         "epoch",
         "last_activity",
         "left_out",
         "on_accepted",
         "prefill_began_at",
         "progress",
-        "relaxed",
         "resumes",
         "rids",
         "wakes_on_progress",
@@ -56,7 +56,7 @@ class Collector:
         # Number of prompt tokens by rid.
         self.accepted: dict[int, int] = {}
         # Parts of the request's JSON schema that the grammar does not enforce. They are the same for all sequences.
-        self.relaxed: tuple[str, ...] = ()
+        self.deviations: tuple[str, ...] = ()
         # Numbers of turns and of tokens that were left out of the prompt. If the request has several sequences, these
         # are the numbers of the sequence that lost the most turns.
         self.left_out = (0, 0)
@@ -136,11 +136,11 @@ class Collector:
         waiter.set_result(None)
 
     def note_accepted(
-        self, rid: int, prompt_tokens: int, relaxed: tuple[str, ...] = (), left_out: tuple[int, int] = (0, 0)
+        self, rid: int, prompt_tokens: int, deviations: tuple[str, ...] = (), left_out: tuple[int, int] = (0, 0)
     ) -> None:
         self.last_activity = self._loop.time()
         self.accepted[rid] = prompt_tokens
-        self.relaxed = relaxed
+        self.deviations = deviations
         self.left_out = max(self.left_out, left_out)
         if self.on_accepted is not None:
             self.on_accepted(rid, prompt_tokens)

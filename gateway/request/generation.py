@@ -23,7 +23,7 @@ from gateway.link.collector import Collector, Relay
 from gateway.media.modalities import likely_tokens
 from gateway.request.body_memory import BodyLease
 from gateway.request.opener import LOST, Opener, Runtime
-from gateway.request.record import Header, RequestRecord, relaxed_header, truncated_header
+from gateway.request.record import Header, RequestRecord, deviations_header, truncated_header
 from protocol.checkpoint import TEXT
 from protocol.codec import BYTES_PER_TOKEN, prompt_bytes
 from protocol.failures import Code, Failure
@@ -368,7 +368,7 @@ class Generation:
     def headers(self) -> list[Header]:
         """Headers of the answer that are known so far."""
         collector = self.collector
-        return [*self.record.headers, *relaxed_header(collector.relaxed), *truncated_header(collector.left_out)]
+        return [*self.record.headers, *deviations_header(collector.deviations), *truncated_header(collector.left_out)]
 
     @property
     def cached_tokens(self) -> int:

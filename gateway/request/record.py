@@ -294,7 +294,7 @@ def with_ignored(headers: Sequence[Header], names: Sequence[str]) -> list[Header
     return [*others, (IGNORED, b", ".join(values))] if values else others
 
 
-def relaxed_header(names: Sequence[str]) -> list[Header]:
+def deviations_header(names: Sequence[str]) -> list[Header]:
     """Return the header `x-mlxd-relaxed`, which lists how the answer deviates from the request.
 
     It names keywords of a schema that were not enforced, a video shown as images, and approximations of the model, such

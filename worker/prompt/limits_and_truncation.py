@@ -184,13 +184,13 @@ NO_SPARSE: Final = SparseLimits()
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """Limits of one row. `keep` is the share of its prompt that a sparse prefill keeps, and `relaxed` names the
+    """Limits of one row. `keep` is the share of its prompt that a sparse prefill keeps, and `deviations` names the
     deviations from the request."""
 
     sampling: Sampling
     max_tokens: int
     keep: float
-    relaxed: tuple[str, ...]
+    deviations: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class ModelLimits:
     eos_ids: tuple[int, ...]
     suppressed: tuple[int, ...]
     infill_ids: tuple[int, ...]
-    relaxed: tuple[str, ...]
+    deviations: tuple[str, ...]
     sparse: SparseLimits
 
     def of(self, request: Generate, prompt: EncodedPrompt, words: BadWords, context: int) -> RowLimits:
@@ -218,7 +218,7 @@ class ModelLimits:
         room = 1 if request.questions else room_of(request, tokens, context)
         check_limits(sampling, words, self.eos_ids, self.suppressed, self.vocab_size)
         kept = (f"sparse-prefill-{count_kept(tokens, keep)}-of-{tokens}",) if keep else ()
-        return RowLimits(sampling, room, keep, (*self.relaxed, *prompt.relaxed, *kept))
+        return RowLimits(sampling, room, keep, (*self.deviations, *prompt.deviations, *kept))
 
 
 # Maximum length of a prompt that may be truncated, as a multiple of the context.

@@ -48,7 +48,7 @@ def load_checked(
     ids = sample(loaded.tokenizer, loaded.vocab_size)
     if spec.kv_bits:
         quantize_kv(loaded.model, read_config(loaded.path), spec.kv_bits, ids, in_group=spec.group is not None)
-        loaded = replace(loaded, relaxed=(f"kv-bits-{spec.kv_bits}",))
+        loaded = replace(loaded, deviations=(f"kv-bits-{spec.kv_bits}",))
     if spec.deterministic:
         if spec.sparse_keep:
             raise _no_sparse("deterministic = true")
