@@ -246,7 +246,7 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=35):
     prompt_tokens: int
     deviations: tuple[str, ...] = ()
     # Numbers of turns and tokens of the prompt that `truncate` removed.
-    left_out: tuple[int, int] = (0, 0)
+    truncated: tuple[int, int] = (0, 0)
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=36):

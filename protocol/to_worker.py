@@ -341,7 +341,7 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     # a text; a positive number keeps that many last tokens of a text, even if more would fit.
     truncate: int = 0
     # Numbers of turns and tokens that an earlier worker truncated and that must be truncated again; None if unknown.
-    left_out: tuple[int, int] | None = None
+    truncated: tuple[int, int] | None = None
     # Whether special tokens are part of the output's text.
     shows_special: bool = False
     # Whether `truncate` removes a chat's first tokens instead of its oldest turns.

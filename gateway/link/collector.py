@@ -41,12 +41,12 @@ class Collector:
         "deviations",
         "epoch",
         "last_activity",
-        "left_out",
         "on_accepted",
         "prefill_began_at",
         "progress",
         "resumes",
         "rids",
+        "truncated",
         "wakes_on_progress",
     )
 
@@ -59,7 +59,7 @@ class Collector:
         self.deviations: tuple[str, ...] = ()
         # Numbers of turns and of tokens that were left out of the prompt. If the request has several sequences, these
         # are the numbers of the sequence that lost the most turns.
-        self.left_out = (0, 0)
+        self.truncated = (0, 0)
         # Number of cached prompt tokens by rid.
         self.cached: dict[int, int] = {}
         # Times on the event loop's clock.
@@ -136,12 +136,12 @@ class Collector:
         waiter.set_result(None)
 
     def note_accepted(
-        self, rid: int, prompt_tokens: int, deviations: tuple[str, ...] = (), left_out: tuple[int, int] = (0, 0)
+        self, rid: int, prompt_tokens: int, deviations: tuple[str, ...] = (), truncated: tuple[int, int] = (0, 0)
     ) -> None:
         self.last_activity = self._loop.time()
         self.accepted[rid] = prompt_tokens
         self.deviations = deviations
-        self.left_out = max(self.left_out, left_out)
+        self.truncated = max(self.truncated, truncated)
         if self.on_accepted is not None:
             self.on_accepted(rid, prompt_tokens)
 

@@ -368,7 +368,7 @@ class Generation:
     def headers(self) -> list[Header]:
         """Headers of the answer that are known so far."""
         collector = self.collector
-        return [*self.record.headers, *deviations_header(collector.deviations), *truncated_header(collector.left_out)]
+        return [*self.record.headers, *deviations_header(collector.deviations), *truncated_header(collector.truncated)]
 
     @property
     def cached_tokens(self) -> int:

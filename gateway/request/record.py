@@ -303,9 +303,9 @@ def deviations_header(names: Sequence[str]) -> list[Header]:
     return _names_header(b"x-mlxd-relaxed", names)
 
 
-def truncated_header(left_out: tuple[int, int]) -> list[Header]:
+def truncated_header(truncated: tuple[int, int]) -> list[Header]:
     """Return the header `x-mlxd-truncated`: how many turns and tokens were left out of a prompt that was too long."""
-    turns, tokens = left_out
+    turns, tokens = truncated
     return [(b"x-mlxd-truncated", f"{turns};{tokens}".encode())] if tokens else []
 
 

@@ -167,7 +167,7 @@ def _common(request: Generate, arrived: float) -> dict[str, Any]:
         "priority": request.priority,
         "tenant": request.tenant,
         "deadline": arrived + request.deadline_ms / 1e3 if request.deadline_ms else None,
-        "left_out": len(request.resume),
+        "already_sent": len(request.resume),
     }
 
 

@@ -130,7 +130,7 @@ class AudioJob(QueuedJob):
     # Bytes of samples that the job holds until it ends.
     sample_bytes: int = 0
     # Number of tokens that the client has from an earlier worker; they are computed again, but not sent.
-    left_out: int = 0
+    already_sent: int = 0
     output_tokens: int = 0
 
     @property
@@ -469,8 +469,8 @@ class AudioLoop(TurnLoop[AudioJob]):
     def _pass_on(self, job: AudioJob, piece: AudioPiece) -> None:
         count = len(piece.token_ids)
         job.output_tokens += count
-        if job.left_out > 0:
-            job.left_out -= count
+        if job.already_sent > 0:
+            job.already_sent -= count
             return
         self._gauges.generation_tokens += count
         if not job.heard_s:

@@ -400,7 +400,7 @@ class Engine(RequestLoop[Row]):
         return len(self._queue) - len(self._batched) >= self._spec.max_waiting
 
     def _accepted(self, request: Row) -> Accepted:
-        return Accepted(request.rid, request.prompt_tokens, request.deviations, request.left_out)
+        return Accepted(request.rid, request.prompt_tokens, request.deviations, request.truncated)
 
     def _enqueue(self, request: Row) -> None:
         if (refusal := self._adapters.refusal(request)) is not None:

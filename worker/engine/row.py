@@ -315,7 +315,7 @@ class Row:
     # Deviations from the request, except the deviations that the row's grammar reports.
     own_deviations: tuple[str, ...] = ()
     # Numbers of turns and of tokens that were truncated from the prompt.
-    left_out: tuple[int, int] = (0, 0)
+    truncated: tuple[int, int] = (0, 0)
     report: PromptReport = field(default_factory=PromptReport)
     # Questions that are asked behind the prompt; None for a row that generates.
     questions: RowQuestions | None = None

@@ -114,7 +114,7 @@ class Intake:
             tenant=request.tenant,
             boundaries=self._turn_starts.positions(request.prompt, prompt.ids),
             media=prompt.spans,
-            left_out=prompt.left_out,
+            truncated=prompt.truncated,
             positions=prompt.positions,
             own_deviations=limits.deviations,
             keep=limits.keep,

@@ -41,7 +41,7 @@ class EncodedPrompt:
     positions: npt.NDArray[np.int32] | None = None
     deviations: tuple[str, ...] = ()
     # Numbers of turns and of tokens that were truncated from the request's prompt.
-    left_out: tuple[int, int] = (0, 0)
+    truncated: tuple[int, int] = (0, 0)
     # Questions behind the prompt; None for a prompt that is continued.
     questions: RowQuestions | None = None
 

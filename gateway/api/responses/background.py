@@ -378,7 +378,7 @@ class Background:
 
     def _write(self, generation: Generation, deltas: list[Delta]) -> None:
         if deltas:
-            self.journal.append(DeltaRecord(deltas, generation.collector.left_out), self.encoder.encode(deltas))
+            self.journal.append(DeltaRecord(deltas, generation.collector.truncated), self.encoder.encode(deltas))
 
     def check(self) -> None:
         """Raises `ApiError` if the response was cancelled or left before its generation began."""

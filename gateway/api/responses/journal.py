@@ -79,11 +79,11 @@ class StartRecord(Struct, frozen=True, array_like=True, tag=2):
 class DeltaRecord(Struct, frozen=True, array_like=True, tag=3):
     """Deltas that were encoded together. Encoding them together again gives their events the same numbers.
 
-    `left_out` has the numbers of turns and of tokens that were left out of the prompt.
+    `truncated` has the numbers of turns and of tokens that were left out of the prompt.
     """
 
     deltas: list[Delta]
-    left_out: tuple[int, int] = (0, 0)
+    truncated: tuple[int, int] = (0, 0)
 
 
 class ShutdownRecord(Struct, frozen=True, array_like=True, tag=4):

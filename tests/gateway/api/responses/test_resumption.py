@@ -281,10 +281,10 @@ def test_what_was_left_out_of_a_prompt_stays_left_out_after_a_restart() -> None:
     generate = Generate(1, TextPrompt("hi"), Sampling(), truncate=-1)
     written = [DeltaRecord([Delta(1, text="x", token_ids=(token,))], (3, 900)) for token in (5, 6)]
     replayed = replay(Background("k", run, nothing_to_store), [BeginRecord("b"), StartRecord(), *written])
-    expected = Generate(7, TextPrompt("hi"), Sampling(), truncate=-1, resume=(5, 6), left_out=(3, 900), deadline_ms=9)
+    expected = Generate(7, TextPrompt("hi"), Sampling(), truncate=-1, resume=(5, 6), truncated=(3, 900), deadline_ms=9)
     assert replayed.rest_of(generate, 7, 9) == expected
     # Without a token of it, the next worker decides.
-    assert ReplayedResponse().rest_of(generate, 7, 9).left_out is None
+    assert ReplayedResponse().rest_of(generate, 7, 9).truncated is None
 
 
 async def test_no_event_number_comes_again_if_a_power_cut_left_the_request_alone(tmp_path: Path) -> None:
