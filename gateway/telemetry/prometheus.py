@@ -186,7 +186,7 @@ def _of_gateway(metrics: Metrics) -> Iterator[Metric]:
     yield _gauge("build_info", "Version of the running daemon.", ["version"], [([protocol.__version__], 1)])
     bodies, media = metrics.body_numbers, metrics.media_numbers
     for name, text, value in (
-        ("stale_messages", "Messages of earlier worker incarnations, dropped.", metrics.stale_messages),
+        ("stale_messages", "Messages of earlier worker processes, dropped.", metrics.stale_messages),
         ("malformed_frames", "Frames from workers that could not be decoded, dropped.", metrics.malformed_frames),
         ("unhandled_errors", "Requests that failed by an internal error of the gateway.", metrics.unhandled_errors),
         ("log_records_dropped", "Log lines lost because stderr or the disk did not keep up.", dropped_records()),

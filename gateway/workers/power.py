@@ -180,12 +180,12 @@ class DesktopWatch:
         self.duty = command.duty
         for worker in workers:
             # The pace of an adopted worker is unknown: an earlier gateway may have changed it.
-            before = None if worker.incarnation.is_adopted else FULL
+            before = None if worker.process.is_adopted else FULL
             epoch, sent = self._sent.get(worker.name, (0, FULL))
             if epoch == worker.epoch:
                 before = sent
             own = command if may_keep_warm or worker.name not in warm else replace(command, may_keep_warm=False)
-            if before != own and worker.incarnation.send(own):
+            if before != own and worker.process.send(own):
                 self._sent[worker.name] = worker.epoch, own
 
 

@@ -431,7 +431,7 @@ class Broker:
             is_pinned=self.is_pinned(allocation.name),
             gated_at=allocation.gated_at,
             shrinking_to=allocation.shrinking_to,
-            ready_at=worker.incarnation.ready_at,
+            ready_at=worker.process.ready_at,
             used_at=allocation.used_at,
         )
 
@@ -469,7 +469,7 @@ class Broker:
         allocation.evict_reason = reason
         allocation.pid, allocation.available = worker.pid, self.machine.available()
         # The process's exit is expected to free this footprint.
-        allocation.footprint = sum(map(self.machine.footprint, worker.incarnation.pids)) or allocation.footprint
+        allocation.footprint = sum(map(self.machine.footprint, worker.process.pids)) or allocation.footprint
         self._events.model_evicted(name, reason)
         return True
 
@@ -497,7 +497,7 @@ class Broker:
     def send_share(self, allocation: Allocation, share: int) -> bool:
         """Send a worker its share and its pressure measure. Return False if the worker cannot be reached."""
         worker, measure = self.workers[allocation.name], allocation.pressure.measure
-        return worker.incarnation.send(SetMemory(share, measure.kv_part, measure.cache_part))
+        return worker.process.send(SetMemory(share, measure.kv_part, measure.cache_part))
 
     def _shrink(self, allocation: Allocation, share: int, now: float) -> None:
         if self.send_share(allocation, share):
@@ -512,10 +512,10 @@ class Broker:
         if target is None:
             return
         worker = self.workers[allocation.name]
-        worker.incarnation.ping()
+        worker.process.ping()
         stats = worker.stats
         if stats is not None and stats.share_bytes == target:
-            allocation.footprint = sum(map(self.machine.footprint, worker.incarnation.pids))
+            allocation.footprint = sum(map(self.machine.footprint, worker.process.pids))
             if allocation.footprint <= target:
                 allocation.share, allocation.shrinking_to = target, None
                 return

@@ -56,7 +56,7 @@ class MemoryWatch:
     async def _measure(self) -> None:
         """Measure the workers' footprints in a thread, because counting the pages of a large process takes long."""
         machine, workers, allocations = self._broker.machine, self._broker.workers, self._broker.allocations
-        pids = {name: workers[name].incarnation.pids for name in allocations}
+        pids = {name: workers[name].process.pids for name in allocations}
 
         def footprints() -> dict[str, int]:
             return {name: sum(map(machine.footprint, own)) for name, own in pids.items() if own}
@@ -64,7 +64,7 @@ class MemoryWatch:
         for name, footprint in (await asyncio.to_thread(footprints)).items():
             allocation = allocations.get(name)
             # The worker's process may have been replaced during the measurement.
-            is_same = allocation is not None and workers[name].incarnation.pids == pids[name]
+            is_same = allocation is not None and workers[name].process.pids == pids[name]
             if allocation is not None and is_same and not allocation.evict_reason:
                 allocation.pid, allocation.footprint = pids[name][0], footprint
 
@@ -88,7 +88,7 @@ class MemoryWatch:
             self._broker.send_share(allocation, allocation.shrinking_to or allocation.share)
             if pressure.level:
                 self._events.memory_trimmed(allocation.name)
-        worker.incarnation.overload = _OVERLOAD if pressure.measure.is_refusing else None
+        worker.process.overload = _OVERLOAD if pressure.measure.is_refusing else None
         if pressure.is_hopeless(now) and self._may_recycle(allocation.name, now):
             self._recycled_at[allocation.name] = now
             log.warning("model %s is restarted: its memory has grown past its share", allocation.name)

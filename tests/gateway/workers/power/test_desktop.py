@@ -129,7 +129,7 @@ class Wire:
 
 @dataclass
 class Process:
-    """The incarnation of a worker, as far as it is told a pace."""
+    """The process of a worker, as far as it is told a pace."""
 
     name: str
     is_adopted: bool = False
@@ -150,17 +150,17 @@ class Model:
         self.name = name
         self.state = state
         self.spec = WorkerSpec(name, "demo", 1, "", "", keep_warm_s=keep_warm_s)
-        self.incarnation = Process(name, **facts)
+        self.process = Process(name, **facts)
 
     @property
     def epoch(self) -> int:
-        return self.incarnation.epoch
+        return self.process.epoch
 
 
 def watched(mac: Mac, models: list[Model], mode: list[object]) -> tuple[DesktopWatch, Wire]:
     wire = Wire()
     for model in models:
-        model.incarnation.wire = wire
+        model.process.wire = wire
     watch = DesktopWatch(
         lambda: mode[0],  # type: ignore[arg-type,return-value]
         lambda: models,  # type: ignore[arg-type,return-value]
@@ -179,7 +179,7 @@ async def test_workers_are_told_once_and_again_when_it_changes_and_new_ones_when
     assert wire.sent == [("a", 1, slow)]
     assert watch.duty == slow.duty
     models[1].state = State.READY
-    models[0].incarnation.epoch = 2
+    models[0].process.epoch = 2
     await watch.update()
     assert sorted(wire.sent[1:], key=str) == [("a", 2, slow), ("b", 1, slow)]
     mac.idle_s, mac.now = AWAY_S, INPUT_INTERVAL_S

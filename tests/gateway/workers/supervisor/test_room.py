@@ -121,7 +121,7 @@ async def test_an_overload_refuses_new_requests_but_no_resumed_ones() -> None:
     async with Machine() as m:
         await m.bring_up()
         sequence = m.run(tokens=3)
-        m.worker.incarnation.overload = NO_MEMORY
+        m.worker.process.overload = NO_MEMORY
         assert m.worker.refusal(sequence.generate) == NO_MEMORY
         assert m.events.refusals == ["m"]
         await m.crash(-9)
