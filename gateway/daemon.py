@@ -171,7 +171,7 @@ class Daemon:
     def _desktop(self) -> DesktopWatch:
         services = self._app.services
         watch = DesktopWatch(lambda: services.config.server.desktop, self._pool.handles, probe=make_probe())
-        services.metrics.pace_duty = lambda: watch.duty
+        services.metrics.gpu_duty_ratio = lambda: watch.duty_cycle
         return watch
 
     def _is_busy(self) -> bool:

@@ -449,12 +449,12 @@ class SetLogLevel(msgspec.Struct, frozen=True, array_like=True, tag=16):
 class SetPace(msgspec.Struct, frozen=True, array_like=True, tag=17):
     """Command to leave a display its share of the GPU. It affects no token.
 
-    `duty` is the fraction of time in which the model computes. `tick_ms` limits the time of a tick with prefill, and
-    `chunk` the prompt tokens per row in such a tick; 0 means no limit. An idle model is kept warm, if its specification
-    says so, only with `may_keep_warm`.
+    `duty_cycle` is the fraction of time in which the model computes. `tick_ms` limits the time of a tick with prefill,
+    and `chunk` the prompt tokens per row in such a tick; 0 means no limit. An idle model is kept warm, if its
+    specification says so, only with `may_keep_warm`.
     """
 
-    duty: float = 1.0
+    duty_cycle: float = 1.0
     tick_ms: int = 0
     chunk: int = 0
     may_keep_warm: bool = True

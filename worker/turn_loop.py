@@ -19,7 +19,7 @@ from protocol.spec import DEFAULT_MAX_RUNNING, WorkerSpec
 from protocol.to_worker import Abort, Drain, SetMemory, SetPace, Shutdown
 from worker.engine.gauges import Gauges
 from worker.engine.request_loop import RequestLoop
-from worker.engine.scheduling.pacing import Rests
+from worker.engine.scheduling.pacing import DutyCycle
 from worker.errors import StepFailed, cannot_run, foreign_code, is_allocation_failure, is_gpu_fault
 from worker.model import memory
 
@@ -71,17 +71,17 @@ class TurnLoop(RequestLoop[J]):
         # Serial number of the last turn of each waiting tenant.
         self._turns: dict[str, int] = {}
         self._turn = itertools.count(1)
-        self._rests = Rests()
+        self._duty_cycle = DutyCycle()
 
     def run(self) -> None:
         """Serve until a shutdown. Raises `StepFailed` when the loop cannot continue."""
         while not self._is_stopping:
             self._take_commands()
             self._enforce_deadlines()
-            if self._requests and not self._is_stopping and not self._rests.left_s(time.monotonic()):
+            if self._requests and not self._is_stopping and not self._duty_cycle.left_s(time.monotonic()):
                 began = time.monotonic()
                 self._take_turn()
-                self._rests.worked(began, time.monotonic())
+                self._duty_cycle.worked(began, time.monotonic())
             self._flush()
             self._share.check()
         self._end_all()
@@ -141,7 +141,7 @@ class TurnLoop(RequestLoop[J]):
         if self._is_idle:
             self._idle()
             commands.append(self.inbox.get())
-        elif rest_s := self._rests.left_s(time.monotonic()):
+        elif rest_s := self._duty_cycle.left_s(time.monotonic()):
             with suppress(Empty):
                 commands.append(self.inbox.get(timeout=rest_s))
         self._gauges.busy_since = time.monotonic()
@@ -160,7 +160,7 @@ class TurnLoop(RequestLoop[J]):
             case SetMemory():
                 self._apply(self._share.change(command))
             case SetPace():
-                self._rests.set_duty(command.duty)
+                self._duty_cycle.set_ratio(command.duty_cycle)
             case _:
                 super()._handle(command)
 

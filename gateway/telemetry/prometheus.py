@@ -206,10 +206,11 @@ def _of_gateway(metrics: Metrics) -> Iterator[Metric]:
         yield _counter(name, text, [], [([], value)])
     for name, text, value in (
         (
-            "pace_duty",
+            "gpu_duty_ratio",
             "Part of the time in which workers compute; below 1 it leaves the rest to this machine's display.",
-            metrics.pace_duty(),
+            metrics.gpu_duty_ratio(),
         ),
+        ("pace_duty", "Deprecated: the same as `mlxd_gpu_duty_ratio`.", metrics.gpu_duty_ratio()),
         (
             "unacked_aborts",
             "Aborted sequences whose worker has not confirmed the end yet.",

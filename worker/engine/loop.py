@@ -316,7 +316,7 @@ class Engine(RequestLoop[Row]):
             self.cache.publish_events()
             self._guarded(self._tend_memory)
             self._guarded(self._adapters.tend)
-            if self.pacer.rests.is_on:
+            if self.pacer.duty_cycle.is_on:
                 self._guarded(self._rest)
         self._end_all()
         self.pacer.close()
@@ -406,7 +406,7 @@ class Engine(RequestLoop[Row]):
         if (refusal := self._adapters.refusal(request)) is not None:
             self._outbox.send(Rejected(request.rid, refusal))
         else:
-            request.stats.rested_s = self.pacer.rests.total_s
+            request.stats.rested_s = self.pacer.duty_cycle.total_s
             super()._enqueue(request)
 
     def _enter(self, request: Row) -> None:
@@ -587,7 +587,7 @@ class Engine(RequestLoop[Row]):
         if row.text.parser is not None:
             self._gauges.malformed_tool_calls += row.text.parser.malformed
         self._batch.account(row)
-        row.stats.rested_s = self.pacer.rests.total_s - row.stats.rested_s
+        row.stats.rested_s = self.pacer.duty_cycle.total_s - row.stats.rested_s
         self._outbox.add_output(row, output or TokenOutput([], None, finish), row.usage(time.monotonic()), failure)
         try:
             if self._encoder is not None:

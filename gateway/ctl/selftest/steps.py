@@ -384,7 +384,7 @@ HAND: Final[tuple[HandRow, ...]] = (
     HandRow(
         "whether the Mac is in use",
         "`gateway/workers/power.py`",
-        "`mlxd_pace_duty` is 0.8 within 6 s of an input, 1 after a minute without, 0.6 on battery",
+        "`mlxd_gpu_duty_ratio` is 0.8 within 6 s of an input, 1 after a minute without, 0.6 on battery",
     ),
     HandRow(
         "duty cycle",
