@@ -222,7 +222,7 @@ STEPS: Final[tuple[SelftestStep, ...]] = (
         "timing-profile",
         "machine of timing profiles",
         "`worker/engine/scheduling/timing_profile_file.py`",
-        "`state/wisdom/*.json` names chip, `N GPU cores` and `macOS BUILD`; a second start uses it (no `is not "
+        "`state/timings/*.json` names chip, `N GPU cores` and `macOS BUILD`; a second start uses it (no `is not "
         "used` in the log)",
         MAC,
         gather.timing_profile,
