@@ -19,7 +19,7 @@ from gateway.access.caller import is_of_batch_class
 from gateway.access.rate_limit import Meter, UsageCharge
 from gateway.config.settings import ModelConfig
 from gateway.errors import FULL_RETRY_AFTER_S, ApiError, BadRequest, Cancelled, Unavailable, from_failure
-from gateway.link.collector import Collector, Relay
+from gateway.link.collector import Collector, OnUnread
 from gateway.media.modalities import likely_tokens
 from gateway.request.body_memory import BodyLease
 from gateway.request.opener import LOST, Opener, Runtime
@@ -431,7 +431,7 @@ class Generation:
         if not self.opener.interrupt(error):
             self._runtime.link.stop(self.collector.rids, reason)
 
-    async def read(self, timeout_s: float | None = None, on_unread: Relay | None = None) -> list[Delta]:
+    async def read(self, timeout_s: float | None = None, on_unread: OnUnread | None = None) -> list[Delta]:
         """Return new output, or nothing on timeout. A delta that ends in ERROR or ABORT becomes the `failure` of
         `accounting` instead. `open` or `open_now` comes first.
 
