@@ -179,7 +179,7 @@ class ChunkPolicy:
         return self._limit_s(1 if decoding else prefilling + 1, decoding, SHORT_PROMPT + 1)
 
     def observe(self, each: PassTime) -> None:
-        """Learn from a forward pass. The step and the chunk of a fused pass are told apart by what is known of one."""
+        """Learn from a forward pass. The step and the chunk of a fused pass are separated by what is known of one."""
         if not each.rows:
             self.costs.observe_chunk(self._own, each.prompted, each.seconds)
             return
