@@ -160,7 +160,7 @@ class AdapterOrders:
                 self._weigh(adapters)
         self._report(adapters, order.call_id)
 
-    def tend(self) -> None:
+    def free_retired(self) -> None:
         """Free retired adapters that no row uses any more."""
         adapters = self._adapters
         if adapters is not None and adapters.is_retiring:
@@ -314,8 +314,8 @@ class Engine(RequestLoop[Row]):
             self._guarded(self._batch.settle)
             self._guarded(self.cache.hand_over)
             self.cache.publish_events()
-            self._guarded(self._tend_memory)
-            self._guarded(self._adapters.tend)
+            self._guarded(self._restore_memory_limits)
+            self._guarded(self._adapters.free_retired)
             if self.pacer.duty_cycle.is_on:
                 self._guarded(self._rest)
         self._end_all()
@@ -352,7 +352,7 @@ class Engine(RequestLoop[Row]):
     def _apply_limits(self) -> None:
         self._memory.apply(self._batch.widest_step, self._make_room)
 
-    def _tend_memory(self) -> None:
+    def _restore_memory_limits(self) -> None:
         if self._memory.relax():
             self._apply_limits()
 
@@ -388,7 +388,7 @@ class Engine(RequestLoop[Row]):
         self._gauges.kv_bytes = 0
         self._memory.observe()
         self._guarded(self.cache.flush)
-        self.pacer.tend()
+        self.pacer.flush_if_due()
 
     def _rest(self) -> None:
         """Wait until all launched work has ended, and begin a pause in which other processes can use the GPU."""

@@ -300,12 +300,12 @@ class BatchRunner:
             for name in self._store.expired(now):
                 await self._store.delete(name)
         for batch in list(self._running.values()):
-            await self._tend(batch, now)
+            await self._open_or_end(batch, now)
         if self._running:
             self._yield_memory()
             await self._start_lines()
 
-    async def _tend(self, batch: RunningBatch, now: float) -> None:
+    async def _open_or_end(self, batch: RunningBatch, now: float) -> None:
         """Open a new batch, and end one that has no more lines or no more time."""
         if not batch.is_open and not batch.batch.has_ended:
             await batch.open(self._services.config.server.max_body_bytes + LINE_BYTES_BEYOND_BODY)

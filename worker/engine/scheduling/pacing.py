@@ -417,10 +417,10 @@ class Pacer:
         """Add the rest for work that began at this time of the monotonic clock and has just ended."""
         self.duty_cycle.worked(began, time.monotonic())
 
-    def tend(self) -> None:
+    def flush_if_due(self) -> None:
         """Write learned times periodically; called by an idle loop."""
         if self._kept is not None:
-            self._kept.tend(time.monotonic())
+            self._kept.flush_if_due(time.monotonic())
 
     def close(self) -> None:
         """Write learned times when the loop ends."""
