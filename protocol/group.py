@@ -260,7 +260,7 @@ class ClearCache(msgspec.Struct, frozen=True, array_like=True, tag=20):
     """Operation: clear the prefix cache."""
 
 
-class SettleMemory(msgspec.Struct, frozen=True, array_like=True, tag=21):
+class StoreEnded(msgspec.Struct, frozen=True, array_like=True, tag=21):
     """Operation: store the rows that have ended."""
 
 
@@ -276,7 +276,7 @@ class LeaveGroup(msgspec.Struct, frozen=True, array_like=True, tag=24):
     """Operation: end the group. A follower answers with `PlanDone`, and exits."""
 
 
-Op = BeginGroup | InsertRow | RemoveRow | ResizeCache | ClearCache | SettleMemory | GroupShare | LeaveGroup
+Op = BeginGroup | InsertRow | RemoveRow | ResizeCache | ClearCache | StoreEnded | GroupShare | LeaveGroup
 
 
 class TickPlan(msgspec.Struct, frozen=True, array_like=True, tag=4):

@@ -359,7 +359,7 @@ class _Check:
             undo.callback(batch.abandon)
             for wave in waves:
                 outputs += _generate(batch, wave, chunk, begun)
-                batch.settle()
+                batch.store_ended()
                 if cache.failure is not None:
                     raise cache.failure
             undo.pop_all()

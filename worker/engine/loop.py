@@ -311,7 +311,7 @@ class Engine(RequestLoop[Row]):
                 if self._batch:
                     self._guarded(self._run_step)
             self._flush()
-            self._guarded(self._batch.settle)
+            self._guarded(self._batch.store_ended)
             self._guarded(self.cache.hand_over)
             self.cache.publish_events()
             self._guarded(self._restore_memory_limits)
@@ -334,7 +334,7 @@ class Engine(RequestLoop[Row]):
             self._batch.insert(silent_row(0, prompt, 2))
             while self._batch:
                 self._batch.step(self.pacer.policy.most(1))
-            self._batch.settle()
+            self._batch.store_ended()
             if self.cache.failure is not None:
                 raise self.cache.failure
         self.cache.clear()

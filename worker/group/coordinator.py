@@ -19,7 +19,7 @@ from protocol import group
 from protocol.codec import MalformedFrame
 from protocol.failures import Code
 from protocol.from_worker import GroupInfo, RankInfo
-from protocol.group import RING, BeginGroup, ClearCache, InsertRow, Op, RemoveRow, ResizeCache, SettleMemory, refusal
+from protocol.group import RING, BeginGroup, ClearCache, InsertRow, Op, RemoveRow, ResizeCache, StoreEnded, refusal
 from protocol.group import resolve as divided
 from protocol.spec import WorkerSpec
 from protocol.stats import RankStats
@@ -124,10 +124,10 @@ class PlannedBatch(Batch):
         self._planner.note(RemoveRow(sequence.row.rid))
         return super()._take_out(sequence)
 
-    def settle(self) -> None:
+    def store_ended(self) -> None:
         if self._ended:
-            self._planner.note(SettleMemory())
-        super().settle()
+            self._planner.note(StoreEnded())
+        super().store_ended()
 
     def _begin(self, chunk: int, *, is_fused: bool) -> None:
         self._planner.begin(chunk, is_fused=is_fused)

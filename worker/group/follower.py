@@ -228,8 +228,8 @@ class Follower:
                 self.cache.resize(cache_bytes, token_cost)
             case group.ClearCache():
                 self.cache.clear()
-            case group.SettleMemory():
-                self._batch.settle()
+            case group.StoreEnded():
+                self._batch.store_ended()
             case group.GroupShare():
                 self._measure(op)
             case group.LeaveGroup():

@@ -79,7 +79,7 @@ class RunningBatch:
         return [model for model, lines in self._waiting.items() if lines]
 
     @property
-    def is_settled(self) -> bool:
+    def has_no_more_lines(self) -> bool:
         """Whether no line runs, and none will be started."""
         return not self.running and not self.writing and (self.stopped is not None or not self.waiting)
 
@@ -309,9 +309,9 @@ class BatchRunner:
         """Open a new batch, and end one that has no more lines or no more time."""
         if not batch.is_open and not batch.batch.has_ended:
             await batch.open(self._services.config.server.max_body_bytes + LINE_BYTES_BEYOND_BODY)
-        if batch.is_open and not batch.is_settled and batch.stopped is None and now >= batch.batch.expires:
+        if batch.is_open and not batch.has_no_more_lines and batch.stopped is None and now >= batch.batch.expires:
             batch.expire()
-        if batch.is_open and batch.is_settled:
+        if batch.is_open and batch.has_no_more_lines:
             await batch.end()
         if batch.batch.has_ended:
             del self._running[batch.batch.id]

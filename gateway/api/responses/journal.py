@@ -191,7 +191,7 @@ class ResponseJournal:
         # `_writing` events.
         self._unshown: list[bytes] = []
         self._writing = 0
-        self._settled: asyncio.Future[None] | None = None
+        self._published: asyncio.Future[None] | None = None
         self._has_begun = False
         self._begun: asyncio.Future[None] | None = None
 
@@ -224,23 +224,23 @@ class ResponseJournal:
         self._unshown.append(events)
         self._journals.wake(self)
 
-    async def settle(self) -> None:
+    async def wait_published(self) -> None:
         """Return once all earlier events are published, after at most WRITE_TIMEOUT_S."""
         if self._unshown:
-            if self._settled is None:
-                self._settled = asyncio.get_running_loop().create_future()
-            await asyncio.shield(self._settled)
+            if self._published is None:
+                self._published = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._published)
 
     async def leave(self) -> None:
         """Write the remaining records, sync the file to the disk, and close it for the next daemon."""
         self.append(ShutdownRecord(), b"")
-        await self.settle()
+        await self.wait_published()
         if self.is_sound:
             await self._journals.close_file(self, is_kept=True)
 
     async def remove(self) -> None:
         """Delete the file, because the response is stored or is not to be stored."""
-        await self.settle()
+        await self.wait_published()
         if self.is_sound:
             self._show_all()
             await self._journals.close_file(self, is_kept=False)
@@ -258,7 +258,7 @@ class ResponseJournal:
         unshown, self._unshown, self._writing = self._unshown, [], 0
         for events in unshown:
             self._show(events)
-        self._note_settled()
+        self._note_published()
         self.note_begun()
 
     def begin_write(self) -> bytes:
@@ -275,12 +275,12 @@ class ResponseJournal:
             if events:
                 self._show(events)
         if not self._unshown:
-            self._note_settled()
+            self._note_published()
 
-    def _note_settled(self) -> None:
-        if self._settled is not None and not self._settled.done():
-            self._settled.set_result(None)
-        self._settled = None
+    def _note_published(self) -> None:
+        if self._published is not None and not self._published.done():
+            self._published.set_result(None)
+        self._published = None
 
 
 class ResponseJournals:

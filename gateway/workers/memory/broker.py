@@ -370,7 +370,7 @@ class Broker:
                     await self._changed.wait()
             self._changed.clear()
             try:
-                wake_at = self._settle()
+                wake_at = self._plan_memory()
             except Exception:  # The loop must go on after any error.
                 log.exception("internal error while memory was granted")
                 wake_at = self.clock() + FAULT_PAUSE_S
@@ -386,7 +386,7 @@ class Broker:
             return ROOM_POLL_S
         return None if wake_at is None else max(0.0, wake_at - self.clock())
 
-    def _settle(self) -> float | None:
+    def _plan_memory(self) -> float | None:
         """Apply one plan. Return the time at which the next plan is due even without a change."""
         now = self.clock()
         self._check_returns(now)

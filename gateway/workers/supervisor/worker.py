@@ -226,7 +226,7 @@ class WorkerHandle:
 
 
 class Worker(WorkerHandle):
-    """Worker of one model over all its processes. All waiting callers are answered when a settled state is entered."""
+    """Worker of one model over all its processes. All waiting callers are answered when it has no process."""
 
     def __init__(
         self,
@@ -370,7 +370,7 @@ class Worker(WorkerHandle):
                 pass
             case State.STOPPED | State.BACKOFF | State.FAILED | State.INCOMPATIBLE:
                 self.restart_policy.reset()
-                self._settle_stopped()
+                self._enter_stopped()
 
     def _on_change(self, command: inbox.ChangeSpec) -> None:
         before, self.spec = self.spec, command.spec
@@ -432,7 +432,7 @@ class Worker(WorkerHandle):
         try:
             self.process.spawn(replace(self.spec, epoch=self.epoch, memory_bytes=share_bytes))
         except OSError as error:
-            self._settle_crashed(Failure(Code.INTERNAL, f"the worker of '{self.name}' cannot be started: {error}"))
+            self._enter_crashed(Failure(Code.INTERNAL, f"the worker of '{self.name}' cannot be started: {error}"))
             return
         self._allow_load()
 
@@ -443,7 +443,7 @@ class Worker(WorkerHandle):
         if self.state is State.STARTING:
             self.restart_policy.last_failure = failure
             self._fail_waiting(failure)
-            self._settle_stopped()
+            self._enter_stopped()
 
     def _on_hello(self, hello: Hello) -> None:
         process = self.process
@@ -567,7 +567,7 @@ class Worker(WorkerHandle):
             self._fail_waiting(fault)
         process.cancel_memory()
         if process.port is None:
-            self._settle_stopped()
+            self._enter_stopped()
             return
         self._enter(State.STOPPING)
         process.shut_down()
@@ -597,15 +597,15 @@ class Worker(WorkerHandle):
         self._events.worker_exit(self.name, verdict.status)
         verdict.apply_to(self.parked)
         if verdict.next is State.STOPPED:
-            self._settle_stopped()
+            self._enter_stopped()
         elif verdict.next is State.BACKOFF:
-            self._settle_crashed(verdict.failure)
+            self._enter_crashed(verdict.failure)
         else:
-            self._settle_final(verdict.next, verdict.failure)
+            self._enter_final(verdict.next, verdict.failure)
 
-    # -- settled states, in which all waiters are answered -------------------------------------------------------------
+    # -- states without a process, in which all waiters are answered --------------------------------------------------
 
-    def _settle_stopped(self) -> None:
+    def _enter_stopped(self) -> None:
         """Enter the state `stopped`, or start again if callers or sequences wait."""
         self._enter(State.STOPPED)
         self._stoppers.wake()
@@ -614,13 +614,13 @@ class Worker(WorkerHandle):
         elif self._has_demand:
             self._start()
 
-    def _settle_final(self, state: State, failure: Failure) -> None:
+    def _enter_final(self, state: State, failure: Failure) -> None:
         self.restart_policy.note_final(failure)
         self._enter(state)
         self._stoppers.wake()
         self._fail_waiting(failure)
 
-    def _settle_crashed(self, failure: Failure) -> None:
+    def _enter_crashed(self, failure: Failure) -> None:
         effects, process = self._effects, self.process
         delay_s, is_open = self.restart_policy.note_crash(
             failure, effects.now(), effects.random(), process.healthy_s, is_useful=process.is_useful
