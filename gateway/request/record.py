@@ -232,7 +232,7 @@ class RequestRecord:
     resumes: int = 0
     outcome: str = ""
     # Whether the ledger has counted the request.
-    is_booked: bool = False
+    is_recorded: bool = False
     detail: str = ""
     caller: Caller = NOBODY
     # Whether the request is a chat whose next turn the worker can prefill.
