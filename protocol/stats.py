@@ -141,7 +141,7 @@ class Stats(msgspec.Struct, array_like=True):
             "worker_repaired_messages", "Messages that a worker repaired before sending: not Unicode, or too large."
         ),
     ] = 0
-    refused_questions: Annotated[
+    refused_tokenize_calls: Annotated[
         int,
         _counter(
             "worker_refused_questions",

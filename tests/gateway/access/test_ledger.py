@@ -198,7 +198,7 @@ def test_a_budget_ends_with_its_use_and_begins_with_its_period(open_ledger: Call
 
 
 @pytest.mark.parametrize("limits", [KeyLimits(tokens_per_day=100), KeyLimits(requests_per_month=1)])
-def test_a_question_costs_no_budget_and_is_refused_once_one_is_spent(
+def test_a_tokenize_call_costs_no_budget_and_is_refused_once_one_is_spent(
     open_ledger: Callable[[], Ledger], limits: KeyLimits
 ) -> None:
     ledger, numbers = open_ledger(), KeyMetrics()

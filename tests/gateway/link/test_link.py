@@ -508,7 +508,7 @@ async def test_a_worker_is_told_that_nobody_waits_for_an_answer_any_more(home: P
         assert not wire.link.is_busy(wire.runner.epoch)
 
 
-async def test_a_question_larger_than_a_frame_is_refused_and_the_worker_stays_connected(home: Path) -> None:
+async def test_a_tokenize_call_larger_than_a_frame_is_refused_and_the_worker_stays_connected(home: Path) -> None:
     async with Wire(home) as wire:
         with pytest.raises(FrameTooLarge):
             await wire.link.call(3, Tokenize(wire.link.next_rid(), TextPrompt("x" * MAX_FRAME_BYTES)))
