@@ -76,7 +76,7 @@ class TurnLoop(RequestLoop[J]):
     def run(self) -> None:
         """Serve until a shutdown. Raises `StepFailed` when the loop cannot continue."""
         while not self._is_stopping:
-            self._take_commands()
+            self._receive_commands()
             self._enforce_deadlines()
             if self._requests and not self._is_stopping and not self._duty_cycle.left_s(time.monotonic()):
                 began = time.monotonic()
@@ -135,7 +135,7 @@ class TurnLoop(RequestLoop[J]):
         self._turns[jobs[0].tenant] = next(self._turn)
         return jobs
 
-    def _take_commands(self) -> None:
+    def _receive_commands(self) -> None:
         """Handle everything in the inbox; blocks only if there is nothing else to do."""
         commands: list[J | LoopCommand] = []
         if self._is_idle:

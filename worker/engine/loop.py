@@ -301,7 +301,7 @@ class Engine(RequestLoop[Row]):
     def run(self) -> None:
         """Serve until a shutdown. Raises `StepFailed` when the loop cannot continue."""
         while not self._is_stopping:
-            self._take_commands()
+            self._receive_commands()
             self._guarded(self._enforce_deadlines)
             self._guarded(self._admit)
             self._guarded(self._encode)
@@ -358,12 +358,12 @@ class Engine(RequestLoop[Row]):
 
     # -- commands ----------------------------------------------------------------------------------------------------
 
-    def _take_commands(self) -> None:
+    def _receive_commands(self) -> None:
         """Handle everything in the inbox; blocks only when there is nothing else to do."""
         if is_idle := self._is_idle:
             self._idle()
-        take = partial(self._inbox.take, is_idle=is_idle, is_waiting=self._is_waiting, rest_s=self.pacer.left_s())
-        commands = self.heartbeat.take(take, self._guarded, is_idle=is_idle)
+        receive = partial(self._inbox.receive, is_idle=is_idle, is_waiting=self._is_waiting, rest_s=self.pacer.left_s())
+        commands = self.heartbeat.receive(receive, self._guarded, is_idle=is_idle)
         self._gauges.busy_since = self._woke = time.monotonic()
         self._handle_all(commands)
 

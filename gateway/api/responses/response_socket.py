@@ -103,7 +103,7 @@ class ResponseSocket:
             async with asyncio.TaskGroup() as self._tasks:
                 expiry = loop.call_later(AGE_MAX_S, self.expire)
                 while (message := await self._socket.next_message()) is not None:
-                    await self._take(message)
+                    await self._receive(message)
                 self._left.set()
         finally:
             if expiry is not None:

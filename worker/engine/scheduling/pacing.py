@@ -275,24 +275,24 @@ class Heartbeat:
         self._used_at = float("-inf")
         self._beat_at = float("-inf")
 
-    def take(
+    def receive(
         self,
-        take: Callable[[float | None], list[Command]],
+        receive: Callable[[float | None], list[Command]],
         guard: Callable[[Callable[[], None]], None],
         *,
         is_idle: bool,
     ) -> list[Command]:
         """Return the next commands, and beat until there are any if the engine is idle.
 
-        `take` gets the seconds after which it returns without a command, or None; `guard` calls a beat, and recovers
+        `receive` gets the seconds after which it returns without a command, or None; `guard` calls a beat, and recovers
         from its errors.
         """
         if not self._keep_s:
-            return take(None)
+            return receive(None)
         if not is_idle:
             self._used_at = self.clock()
-            return take(None)
-        while not (commands := take(self._left_s())):
+            return receive(None)
+        while not (commands := receive(self._left_s())):
             guard(self._beat)
         return commands
 
