@@ -8,7 +8,7 @@ ranks run one version of mlxd, which is in `JoinGroup` and which rank 0 checks, 
 versions.
 
 Plan: `JoinGroup` up, `StartLoading` down, `RankLoaded` up, then `TickPlan` down and `PlanDone` up for each tick, with a
-`RankMemory` before it if the plan contains a `GroupShare`. Watch: `RankHeartbeat` both ways, `GroupStopped` down and
+`RankMemory` before it if the plan contains a `GroupMemory`. Watch: `RankHeartbeat` both ways, `GroupStopped` down and
 `RankFailed` up.
 
 Division of a model among the ranks of a group: which architectures of mlx-lm can be divided, and into how many
@@ -264,10 +264,10 @@ class StoreEnded(msgspec.Struct, frozen=True, array_like=True, tag=21):
     """Operation: store the rows that have ended."""
 
 
-class GroupShare(msgspec.Struct, frozen=True, array_like=True, tag=22):
-    """Operation: set the memory share of the ranks on rank 0's host, as in `SetMemory`. Answered by `RankMemory`."""
+class GroupMemory(msgspec.Struct, frozen=True, array_like=True, tag=22):
+    """Operation: set the memory of the ranks on rank 0's host, as in `SetMemory`. Answered by `RankMemory`."""
 
-    share_bytes: int
+    memory_bytes: int
     kv_part: float = 1.0
     cache_part: float = 1.0
 
@@ -276,7 +276,7 @@ class LeaveGroup(msgspec.Struct, frozen=True, array_like=True, tag=24):
     """Operation: end the group. A follower answers with `PlanDone`, and exits."""
 
 
-Op = BeginGroup | InsertRow | RemoveRow | ResizeCache | ClearCache | StoreEnded | GroupShare | LeaveGroup
+Op = BeginGroup | InsertRow | RemoveRow | ResizeCache | ClearCache | StoreEnded | GroupMemory | LeaveGroup
 
 
 class TickPlan(msgspec.Struct, frozen=True, array_like=True, tag=4):

@@ -132,7 +132,7 @@ class Stats(msgspec.Struct, array_like=True):
             "prefix_cache_disk_quarantined", "Files of the disk cache set aside: corrupt, truncated, foreign or stale."
         ),
     ] = 0
-    share_bytes: Annotated[int, Internal("the worker's answer to its gateway's newest grant of memory")] = 0
+    granted_bytes: Annotated[int, Internal("the worker's answer to its gateway's newest grant of memory")] = 0
     # Bytes of the worker's memory share that Metal may wire; 0 if nothing is wired.
     wired_limit: Annotated[int, _memory("wired_limit")] = 0
     repaired_messages: Annotated[

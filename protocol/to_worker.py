@@ -429,13 +429,13 @@ class Dump(msgspec.Struct, frozen=True, array_like=True, tag=14):
 
 
 class SetMemory(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """Command to use another share of memory from now on.
+    """Command to use another grant of memory from now on.
 
     Memory above it is freed at once: free buffers, then cached prefixes, then running rows are preempted; no row is
-    lost. `kv_part` and `cache_part` (0 to 1) leave a part of the share's limits unused, under memory pressure.
+    lost. `kv_part` and `cache_part` (0 to 1) leave a part of the grant's limits unused, under memory pressure.
     """
 
-    share_bytes: int
+    memory_bytes: int
     kv_part: float = 1.0
     cache_part: float = 1.0
 
@@ -447,7 +447,7 @@ class SetLogLevel(msgspec.Struct, frozen=True, array_like=True, tag=16):
 
 
 class SetPace(msgspec.Struct, frozen=True, array_like=True, tag=17):
-    """Command to leave a display its share of the GPU. It affects no token.
+    """Command to leave a part of the GPU to a display. It affects no token.
 
     `duty_cycle` is the fraction of time in which the model computes. `tick_ms` limits the time of a tick with prefill,
     and `chunk` the prompt tokens per row in such a tick; 0 means no limit. An idle model is kept warm, if its

@@ -66,7 +66,7 @@ class TurnLoop(RequestLoop[J]):
     def __init__(self, spec: WorkerSpec, weights_bytes: int, send: Callable[[Up], None], gauges: Gauges) -> None:
         super().__init__(spec, gauges, send, one_delta_per_frame=True)
         self.inbox: SimpleQueue[J | LoopCommand] = SimpleQueue()
-        self._share = memory.MemoryShare(spec, weights_bytes)
+        self._grant = memory.MemoryGrant(spec, weights_bytes)
         self._arrivals = itertools.count(1)
         # Serial number of the last turn of each waiting tenant.
         self._turns: dict[str, int] = {}
@@ -83,14 +83,14 @@ class TurnLoop(RequestLoop[J]):
                 self._take_turn()
                 self._duty_cycle.worked(began, time.monotonic())
             self._flush()
-            self._share.check()
+            self._grant.check()
         self._end_all()
 
     def warm_up(self) -> None:
         """Compute one answer, and apply the memory limits. Raises `LoadFailed`."""
         with foreign_code(cannot_run):
             self._compute_once()
-        self._apply(self._share.limits())
+        self._apply(self._grant.limits())
 
     # -- for a subclass ----------------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class TurnLoop(RequestLoop[J]):
     def _handle(self, command: J | LoopCommand) -> None:
         match command:
             case SetMemory():
-                self._apply(self._share.change(command))
+                self._apply(self._grant.change(command))
             case SetPace():
                 self._duty_cycle.set_ratio(command.duty_cycle)
             case _:
@@ -168,11 +168,11 @@ class TurnLoop(RequestLoop[J]):
         self._turns.clear()
         super()._idle()
 
-    def _apply(self, limits: memory.ShareLimits) -> None:
-        self._share.enforce(limits)
-        self._gauges.share_bytes = self._share.bytes
+    def _apply(self, limits: memory.AllocationLimits) -> None:
+        self._grant.enforce(limits)
+        self._gauges.granted_bytes = self._grant.bytes
         self._gauges.mem_limit = limits.total
-        self._gauges.wired_limit = self._share.wired_limit
+        self._gauges.wired_limit = self._grant.wired_limit
 
     @property
     def _is_full(self) -> bool:

@@ -177,7 +177,7 @@ async def test_a_loan_is_called_back_before_a_model_is_unloaded(home: Path) -> N
         assert memory.granted_bytes <= memory.budget_bytes
         assert memory.models["a"].share_bytes < alone.share_bytes
         assert first.stats is not None
-        assert first.stats.share_bytes == memory.models["a"].share_bytes
+        assert first.stats.granted_bytes == memory.models["a"].share_bytes
 
 
 async def test_a_worker_that_grows_is_asked_for_less_and_at_last_started_anew_without_losing_a_stream(

@@ -16,7 +16,7 @@ OPS: list[g.Op] = [
     g.ResizeCache(1 << 40, 1, 2, 3),
     g.ClearCache(),
     g.StoreEnded(),
-    g.GroupShare(1 << 40, 0.5, 0.25),
+    g.GroupMemory(1 << 40, 0.5, 0.25),
     g.LeaveGroup(),
 ]
 

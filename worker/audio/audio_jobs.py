@@ -52,9 +52,9 @@ _MIN_PASS_BYTES: Final = 64 << 20
 _PASS_WEIGHTS_DIVISOR: Final = 8
 
 
-def bytes_for_clips(share: int, weights: int, host: int, buffers: int) -> int:
+def bytes_for_clips(memory_bytes: int, weights: int, host: int, buffers: int) -> int:
     """Return the bytes of a memory share that remain for samples; `host` is the memory of Python and libraries."""
-    left = share - weights - host - buffers - max(_MIN_PASS_BYTES, weights // _PASS_WEIGHTS_DIVISOR)
+    left = memory_bytes - weights - host - buffers - max(_MIN_PASS_BYTES, weights // _PASS_WEIGHTS_DIVISOR)
     return max(MIN_CLIP_BYTES, left)
 
 
@@ -416,14 +416,14 @@ class AudioLoop(TurnLoop[AudioJob]):
     def _compute_once(self) -> None:
         self._model.compute_once()
 
-    def _apply(self, limits: memory.ShareLimits) -> None:
+    def _apply(self, limits: memory.AllocationLimits) -> None:
         """Apply the limits of the memory share. The part of it that clips may use shrinks under memory pressure."""
         super()._apply(limits)
-        order = self._share.order
-        if not order.share_bytes:
+        order = self._grant.order
+        if not order.memory_bytes:
             return
         host = max(0, memory.measure().host - self._room.total)
-        alone = bytes_for_clips(order.share_bytes, self._model.weights_bytes, host, limits.buffers)
+        alone = bytes_for_clips(order.memory_bytes, self._model.weights_bytes, host, limits.buffers)
         most = min(MAX_CLIP_BYTES, alone)
         self._room.resize(max(MIN_CLIP_BYTES, int(most * order.kv_part)), alone)
 

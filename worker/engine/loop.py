@@ -172,7 +172,7 @@ class AdapterOrders:
     def _weigh(self, adapters: Adapters) -> None:
         """Free adapters that no row uses, then divide memory again with the present size of the weights."""
         adapters.sweep(lambda: {row.adapter_slot for row in self._rows()})
-        self._memory.share.weigh(self._base_bytes + adapters.nbytes)
+        self._memory.grant.weigh(self._base_bytes + adapters.nbytes)
         self._apply()
 
     def _report(self, adapters: Adapters, call_id: int) -> None:
@@ -370,7 +370,7 @@ class Engine(RequestLoop[Row]):
     def _handle(self, command: Command) -> None:
         match command:
             case SetMemory():
-                self._memory.share.change(command)
+                self._memory.grant.change(command)
                 self.heartbeat.has_memory = command.cache_part == 1.0
                 self._apply_limits()
             case SetPace():

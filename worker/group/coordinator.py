@@ -45,7 +45,7 @@ from worker.kv.spans_and_checkpoints import KvLayout
 from worker.model import memory
 from worker.model.batch_mode import BatchMode
 from worker.model.loader import read_config, resolve
-from worker.model.memory import ShareLimits
+from worker.model.memory import AllocationLimits
 from worker.model.rank_split import Division
 from worker.prefix_cache.cache_and_eviction import PrefixCache
 from worker.prefix_cache.radix_tree import TokenCost
@@ -229,9 +229,9 @@ class Coordinator:
     def batch(self, model: Any, eos_ids: Sequence[int], cache: PrefixCache, mode: BatchMode) -> Batch:
         return PlannedBatch(model, eos_ids, cache, mode, self)
 
-    def least(self, order: SetMemory, cost: KvCost, limits: ShareLimits) -> tuple[KvCost, ShareLimits]:
+    def least(self, order: SetMemory, cost: KvCost, limits: AllocationLimits) -> tuple[KvCost, AllocationLimits]:
         assert self._layout is not None
-        self._ops.append(group.GroupShare(order.share_bytes, order.kv_part, order.cache_part))
+        self._ops.append(group.GroupMemory(order.memory_bytes, order.kv_part, order.cache_part))
         self.begin(0)
         answers = self._await(group.RankMemory, math.inf, "measure its memory")
         self._await_done()

@@ -90,7 +90,7 @@ class Follower:
         self._model: Any
         self._eos_ids: tuple[int, ...] = ()
         self._layout: KvLayout
-        self._share: memory.MemoryShare
+        self._grant: memory.MemoryGrant
         self.cache: PrefixCache
         self._batch: Batch
 
@@ -144,8 +144,8 @@ class Follower:
             raise LoadFailed(Code.OUT_OF_MEMORY, self._exceeds("the weights of its part take", loaded.weights_bytes))
         self._model, self._eos_ids = loaded.model, loaded.eos_ids
         self._layout = KvLayout.of(lambda: make_caches(self._model))
-        self._share = memory.MemoryShare(spec, loaded.weights_bytes)
-        self._share.enforce(self._share.limits())
+        self._grant = memory.MemoryGrant(spec, loaded.weights_bytes)
+        self._grant.enforce(self._grant.limits())
         answer = group.RankLoaded(rank.rank, loaded.weights_bytes, self._layout.needs_checkpoints)
         self._socket.send(group.encode(answer))
 
@@ -230,7 +230,7 @@ class Follower:
                 self.cache.clear()
             case group.StoreEnded():
                 self._batch.store_ended()
-            case group.GroupShare():
+            case group.GroupMemory():
                 self._measure(op)
             case group.LeaveGroup():
                 self._is_leaving = True
@@ -249,12 +249,12 @@ class Follower:
             raise PartnerLost(f"{reused} tokens of a prompt are cached here, and {op.reused} on rank 0")
         self._rows[op.rid] = row
 
-    def _measure(self, order: group.GroupShare) -> None:
+    def _measure(self, order: group.GroupMemory) -> None:
         cost = self._batch.kv_cost
         if cost is None:
             raise PartnerLost("the group was asked for its memory before a row had run")
-        limits = self._share.change(SetMemory(order.share_bytes, order.kv_part, order.cache_part))
-        self._share.enforce(limits)
+        limits = self._grant.change(SetMemory(order.memory_bytes, order.kv_part, order.cache_part))
+        self._grant.enforce(limits)
         self._socket.send(group.encode(measured(self._rank.rank, self._layout, cost, limits)))
 
 

@@ -79,7 +79,7 @@ class WorkerEvent:
 @dataclass(frozen=True, slots=True)
 class MemoryGranted:
     epoch: int
-    share_bytes: int
+    memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -284,8 +284,8 @@ class Worker(WorkerHandle):
                 self._on_change(message)
             case inbox.AdoptProcess():
                 self._on_adopt(message)
-            case inbox.MemoryGranted(_, share_bytes):
-                self._on_granted(share_bytes)
+            case inbox.MemoryGranted(_, memory_bytes):
+                self._on_granted(memory_bytes)
             case inbox.MemoryDenied(_, failure):
                 self._on_denied(failure)
             case Hello():
@@ -425,12 +425,12 @@ class Worker(WorkerHandle):
         self._set_alarm(self._limits.adopt_s)
         self.process.greet()
 
-    def _on_granted(self, share_bytes: int) -> None:
-        """Spawn the process with the granted memory share."""
+    def _on_granted(self, memory_bytes: int) -> None:
+        """Spawn the process with the granted memory."""
         if self.state is not State.STARTING:
             return
         try:
-            self.process.spawn(replace(self.spec, epoch=self.epoch, memory_bytes=share_bytes))
+            self.process.spawn(replace(self.spec, epoch=self.epoch, memory_bytes=memory_bytes))
         except OSError as error:
             self._enter_crashed(Failure(Code.INTERNAL, f"the worker of '{self.name}' cannot be started: {error}"))
             return

@@ -130,7 +130,7 @@ class WorkerProcess:
     async def wait_for_memory(self, spec: WorkerSpec) -> None:
         """Wait for a memory grant, and post `MemoryGranted` or `MemoryDenied`."""
         try:
-            share_bytes = await self._effects.admit(spec)
+            memory_bytes = await self._effects.admit(spec)
         except ModelUnavailable as error:
             self._post(inbox.MemoryDenied(spec.epoch, error.failure))
         except Exception:  # An exception that leaves this task would end the daemon's task group.
@@ -138,7 +138,7 @@ class WorkerProcess:
             why = f"model '{spec.name}' is not available: internal error"
             self._post(inbox.MemoryDenied(spec.epoch, Failure(Code.INTERNAL, why)))
         else:
-            self._post(inbox.MemoryGranted(spec.epoch, share_bytes))
+            self._post(inbox.MemoryGranted(spec.epoch, memory_bytes))
 
     def cancel_memory(self) -> None:
         _cancel(self.admission)
