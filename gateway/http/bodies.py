@@ -322,7 +322,7 @@ class SharedAnswers:
     """Registry of the answers that are being read.
 
     An answer is made once for all its readers, and its memory is leased while it has any reader. Each reader leases
-    memory for its slices with its request, so the memory for bodies and the share of the reader's key bound the number
+    memory for its slices with its request, so the memory for bodies and the quota of the reader's key bound the number
     of readers. Used on the event loop only.
     """
 

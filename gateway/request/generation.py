@@ -294,7 +294,7 @@ class Generation:
                 # Such a request takes no place in a queue from others, and no part of its key's rates.
                 runtime.admission.check_open(model.name)
             else:
-                held.enter_context(runtime.admission.lease(model, count, caller.key, caller.queue_share))
+                held.enter_context(runtime.admission.lease(model, count, caller.key, caller.queue_quota_percent))
             if caller.meter is not None:
                 estimate = _estimate(caller.meter, self._generates, record)
                 hold = caller.meter.hold_budget if record.is_of_batch_class else caller.meter.hold

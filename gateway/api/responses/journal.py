@@ -24,7 +24,7 @@ from msgspec import Struct
 from gateway.api.responses import response as out
 from gateway.api.responses.request import InputItem, ToolIdentity
 from gateway.disk_and_clock import SYSTEM_DISK, Disk, MakeThread, single_thread
-from gateway.media.read_media import share_bytes
+from gateway.media.read_media import quota_bytes
 from protocol.codec import UNREADABLE
 from protocol.from_worker import Delta
 from protocol.to_worker import Generate
@@ -172,7 +172,7 @@ class ResponseJournal:
     """Journal of one response. Except for work on the file, it is used on the event loop only.
 
     `is_sound` is true while the file has everything that was published to clients. A file that can no longer be written
-    is deleted, and events are then published without it. `owner` is the key whose share of the size limit the file
+    is deleted, and events are then published without it. `owner` is the key whose quota of the size limit the file
     uses. `file` is the file open for appending; None while it is being created, and after it is closed.
     """
 
@@ -369,8 +369,8 @@ class ResponseJournals:
     def reserve(self, journal: ResponseJournal, size_bytes: int) -> bool:
         """Reserve `size_bytes` more for a journal. Returns False if there is no room."""
         limit = self._limit_bytes()
-        is_within_share = self._held[journal.owner] + size_bytes <= share_bytes(limit, self._has_others())
-        has_room = self._held.total() + size_bytes <= limit and is_within_share
+        is_within_quota = self._held[journal.owner] + size_bytes <= quota_bytes(limit, self._has_others())
+        has_room = self._held.total() + size_bytes <= limit and is_within_quota
         if has_room:
             self._count(journal, size_bytes)
         return has_room

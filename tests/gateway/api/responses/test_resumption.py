@@ -38,7 +38,7 @@ from gateway.api.responses.resumption import LOST_EVENTS_MAX, ReplayedResponse, 
 from gateway.config.settings import ModelConfig
 from gateway.disk_and_clock import Disk
 from gateway.errors import Unavailable
-from gateway.media.read_media import share_bytes
+from gateway.media.read_media import quota_bytes
 from protocol.from_worker import Delta, DeltaKind, Finish, TokenLogprob, ToolCallDelta
 from protocol.to_worker import ChatPrompt, Generate, Media, Sampling, TextPrompt
 from tests.gateway.harness import Gateway, running, until
@@ -543,7 +543,7 @@ async def test_media_of_a_response_that_goes_on_count_for_its_key(tmp_path: Path
             lease = gateway.app.services.media.lease()
             lease.owner = owner
             with pytest.raises(Unavailable) if is_full else nullcontext():
-                lease.grow(share_bytes(limit, has_others=True))
+                lease.grow(quota_bytes(limit, has_others=True))
             lease.close()
 
 
