@@ -354,7 +354,7 @@ def _of_memory(view: MemoryView) -> Iterator[Metric]:
     ):
         yield _gauge(f"memory_{name}_bytes", text, [], [([], value)])
     shares = [([model], memory.share_bytes) for model, memory in view.models.items()]
-    yield _gauge("model_memory_granted_bytes", "Memory granted to a model, its share of the budget.", ["model"], shares)
+    yield _gauge("model_memory_granted_bytes", "Memory granted to a model, its part of the budget.", ["model"], shares)
     footprints = [([model], memory.footprint_bytes) for model, memory in view.models.items()]
     text = "Memory of a model's process, as measured from outside."
     yield _gauge("model_memory_footprint_bytes", text, ["model"], footprints)
