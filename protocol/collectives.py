@@ -73,8 +73,8 @@ def environment(
             _check_address(coordinator, "the coordinator")
             variables = own | {"MLX_JACCL_COORDINATOR": coordinator}
             if not has_mesh(devices, size):
-                if problem := ring_problem(devices, size):
-                    raise CannotConnect(problem)
+                if reason := broken_ring_reason(devices, size):
+                    raise CannotConnect(reason)
                 variables |= {"MLX_JACCL_RING": "1"}
             return Environment(variables, {"MLX_IBV_DEVICES": json.dumps(_matrix(devices))})
         case "nccl":
@@ -90,7 +90,7 @@ def has_mesh(devices: Sequence[Sequence[str]], size: int) -> bool:
     return 1 < size <= MESH_MAX and _is_square(devices, size) and all(devices[one][other] for one, other in pairs)
 
 
-def ring_problem(devices: Sequence[Sequence[str]], size: int) -> str:
+def broken_ring_reason(devices: Sequence[Sequence[str]], size: int) -> str:
     """Return the reason why JACCL cannot even form a ring of these devices; empty if it can."""
     if not _is_square(devices, size) or size < 2:
         return f"JACCL needs the devices of {size} ranks towards {size}"

@@ -79,7 +79,7 @@ def parts_of(ranks: int, split: tuple[int, ...] | list[int]) -> list[float]:
     return [layers / sum(split) for layers in split] if split else [1 / max(1, ranks)] * ranks
 
 
-def refusal(
+def indivisible_reason(
     config: Mapping[str, Any], parallel: str, ranks: int, split: tuple[int, ...] | list[int] = (), backend: str = ""
 ) -> str:
     """Return the reason why a model cannot be divided as requested; empty if it can."""
@@ -93,13 +93,13 @@ def refusal(
         return f"mlx-lm cannot run '{kind}' {parallel}-parallel{hint}"
     text = _text(config)
     if parallel == PIPELINE:
-        return _pipeline_refusal(text, ranks, split)
+        return _pipeline_reason(text, ranks, split)
     if split:
         return "split is for a pipeline; tensor-parallel ranks have equal parts"
-    return _tensor_refusal(kind in _REPEATS, text, ranks) or _groups_refusal(config, text, ranks)
+    return _tensor_reason(kind in _REPEATS, text, ranks) or _groups_reason(config, text, ranks)
 
 
-def _pipeline_refusal(text: Mapping[str, Any], ranks: int, split: tuple[int, ...] | list[int]) -> str:
+def _pipeline_reason(text: Mapping[str, Any], ranks: int, split: tuple[int, ...] | list[int]) -> str:
     layers = text.get("num_hidden_layers")
     if not isinstance(layers, int):
         return ""
@@ -108,7 +108,7 @@ def _pipeline_refusal(text: Mapping[str, Any], ranks: int, split: tuple[int, ...
     return f"{layers} layers are too few for {ranks} ranks" if layers < ranks else ""
 
 
-def _tensor_refusal(repeats: bool, text: Mapping[str, Any], ranks: int) -> str:
+def _tensor_reason(repeats: bool, text: Mapping[str, Any], ranks: int) -> str:
     for name in (*_HEADS, *_WIDTHS):
         count = text.get(name)
         if isinstance(count, int) and count % ranks:
@@ -119,7 +119,7 @@ def _tensor_refusal(repeats: bool, text: Mapping[str, Any], ranks: int) -> str:
     return ""
 
 
-def _groups_refusal(config: Mapping[str, Any], text: Mapping[str, Any], ranks: int) -> str:
+def _groups_reason(config: Mapping[str, Any], text: Mapping[str, Any], ranks: int) -> str:
     """Refuse a division that would split a quantization group, whose values share a scale."""
     quantization = config.get("quantization") or config.get("quantization_config")
     size = quantization.get("group_size") if isinstance(quantization, dict) else None

@@ -18,8 +18,8 @@ from gateway.config.settings import Config, GroupConfig, HostConfig, HostFile, M
 from gateway.config.source import ConfigSource
 from gateway.model_files.metadata import Unreadable, find, read_config
 from protocol.checkpoint import TEXT, kind_of
-from protocol.collectives import BACKENDS, SEPARATOR, VARIABLES, ring_problem
-from protocol.group import AUTO, JACCL, NCCL, PIPELINE, RING, refusal, resolve
+from protocol.collectives import BACKENDS, SEPARATOR, VARIABLES, broken_ring_reason
+from protocol.group import AUTO, JACCL, NCCL, PIPELINE, RING, indivisible_reason, resolve
 from protocol.spec import LOCAL, GroupSpec, HostSpec, WorkerSpec
 
 FILE_BYTES_MAX: Final = 1 << 20
@@ -222,15 +222,15 @@ def _problem(model: ModelConfig, group: GroupConfig) -> str:
         return "NCCL in MLX cannot send from rank to rank: there is no pipeline over it"
     if group.backend == JACCL and len(set(ranks)) < len(ranks):
         return "JACCL connects machines: ranks of one machine use a ring"
-    return _missing_link(group) or _conflict(model) or model_problem(model)
+    return _missing_link(group) or _conflict(model) or indivisible_model_reason(model)
 
 
 def _missing_link(group: GroupConfig) -> str:
     """Return the reason why the hosts of a host file cannot be connected; empty if they can."""
     hosts = group.launch.hosts
     if group.backend == JACCL:
-        problem = ring_problem([devices_of(host) for host in hosts], len(hosts))
-        return f"{problem}: name it in rdma of {group.hosts}" if problem else ""
+        reason = broken_ring_reason([devices_of(host) for host in hosts], len(hosts))
+        return f"{reason}: name it in rdma of {group.hosts}" if reason else ""
     if group.backend in (AUTO, RING) and len({len(host.ips) for host in hosts}) > 1:
         return f"{group.hosts}: each host of a ring has as many ips as every other, a link for each"
     return ""
@@ -253,7 +253,7 @@ def _conflict(model: ModelConfig) -> str:
     return f"{name} is not for a model that several processes run" if name else ""
 
 
-def model_problem(model: ModelConfig) -> str:
+def indivisible_model_reason(model: ModelConfig) -> str:
     """Return why a model's files cannot be split among the group's ranks; empty if they can, or are not on this
     machine.
     """
@@ -268,4 +268,4 @@ def model_problem(model: ModelConfig) -> str:
     group = model.group
     # `auto` is a ring without CUDA; with CUDA the worker decides.
     parallel, backend = resolve(config, group.parallel, group.backend, has_cuda=False)
-    return refusal(config, parallel, len(group.ranks), backend=backend)
+    return indivisible_reason(config, parallel, len(group.ranks), backend=backend)

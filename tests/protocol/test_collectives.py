@@ -5,7 +5,7 @@ import json
 import pytest
 from mlx._distributed_utils.common import Host, Hostfile  # pyright: ignore[reportMissingTypeStubs]
 
-from protocol.collectives import VARIABLES, CannotConnect, environment, has_mesh, ring_problem
+from protocol.collectives import VARIABLES, CannotConnect, broken_ring_reason, environment, has_mesh
 
 LINKS = [["10.0.0.1:5000"], ["10.0.0.2:5000"]]
 MESH = [["", "rdma_en5", "rdma_en4"], ["rdma_en5", "", "rdma_en3"], ["rdma_en4", "rdma_en3", ""]]
@@ -44,7 +44,7 @@ def test_four_machines_in_a_circle_are_a_ring_of_jaccl_and_no_mesh() -> None:
 
 def test_a_missing_cable_is_named() -> None:
     broken = [["", "rdma_en5", ""], ["rdma_en5", "", ""], ["", "rdma_en3", ""]]
-    assert ring_problem(broken, 3) == "JACCL: rank 0 has no device towards rank 2"
+    assert broken_ring_reason(broken, 3) == "JACCL: rank 0 has no device towards rank 2"
     with pytest.raises(CannotConnect, match="rank 0 has no device towards rank 2"):
         environment("jaccl", 0, 3, devices=broken, coordinator="10.0.0.1:7000")
 

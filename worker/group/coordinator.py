@@ -19,7 +19,17 @@ from protocol import group
 from protocol.codec import MalformedFrame
 from protocol.failures import Code
 from protocol.from_worker import GroupInfo, RankInfo
-from protocol.group import RING, BeginGroup, ClearCache, InsertRow, Op, RemoveRow, ResizeCache, StoreEnded, refusal
+from protocol.group import (
+    RING,
+    BeginGroup,
+    ClearCache,
+    InsertRow,
+    Op,
+    RemoveRow,
+    ResizeCache,
+    StoreEnded,
+    indivisible_reason,
+)
 from protocol.group import resolve as divided
 from protocol.spec import WorkerSpec
 from protocol.stats import RankStats
@@ -157,7 +167,7 @@ def open_group(spec: WorkerSpec, lost: Lost) -> tuple["Coordinator", Division]:
     identity = identity_of(spec)
     config = read_config(resolve(spec.path))
     parallel, backend = divided(config, spec.group.parallel, spec.group.backend, has_cuda=mx.cuda.is_available())
-    if reason := refusal(config, parallel, spec.group.size, spec.group.split, backend):
+    if reason := indivisible_reason(config, parallel, spec.group.size, spec.group.split, backend):
         raise LoadFailed(Code.BAD_CONFIG, reason)
     lead = Coordinator(spec, lost)
     return lead, lead.gather(identity, parallel, backend)

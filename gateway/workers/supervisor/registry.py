@@ -72,12 +72,12 @@ class WorkerRecord(ProcessIdentity, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Survivor:
-    """Worker of an earlier gateway. If its specification cannot be decoded, `spec` is None and `problem` the reason."""
+    """Worker of an earlier gateway. If its specification cannot be decoded, `spec` is None and `reason` says why."""
 
     name: str
     process: ProcessIdentity
     spec: WorkerSpec | None
-    problem: str = ""
+    reason: str = ""
     ranks: tuple[ProcessIdentity, ...] = ()
 
 
