@@ -16,7 +16,7 @@ def lease(counted: InFlightBytes, owner: str) -> MediaLease:
 
 
 @pytest.mark.parametrize(
-    ("limit", "has_others", "share"),
+    ("limit", "has_others", "quota"),
     [
         (512 * MIB, True, 256 * MIB),
         (512 * MIB, False, 512 * MIB),
