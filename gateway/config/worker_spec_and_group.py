@@ -188,7 +188,7 @@ def check_groups(source: ConfigSource, models: dict[str, ModelConfig]) -> dict[s
 def _checked(source: ConfigSource, model: ModelConfig, where: tuple[str, ...]) -> ModelConfig:
     group = _with_hosts(source, model.group, where) if model.group.hosts else model.group
     model = structs.replace(model, group=group)
-    if reason := _problem(model, group):
+    if reason := _invalid_group_reason(model, group):
         raise source.error(f"group: {reason}", where)
     return model
 
@@ -206,7 +206,7 @@ def _with_hosts(source: ConfigSource, group: GroupConfig, where: tuple[str, ...]
     return structs.replace(group, hosts=str(path), launch=file, backend=backend)
 
 
-def _problem(model: ModelConfig, group: GroupConfig) -> str:
+def _invalid_group_reason(model: ModelConfig, group: GroupConfig) -> str:
     """Return the reason why a model's group cannot run as configured; empty if none is known."""
     if group.hosts and group.nodes:
         return "nodes are ranks of this machine alone, and hosts those of a host file: give one of them"

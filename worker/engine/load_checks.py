@@ -105,7 +105,7 @@ class _GapMaskCache:
         return ((slots <= rows) & ~is_hidden)[None, None]
 
 
-def gap_problem(model: Any, vocab_size: int) -> str:
+def gap_reason(model: Any, vocab_size: int) -> str:
     """Return the reason why this model cannot have gaps in a prompt; empty if it can."""
     caches = make_caches(model)
     if any(not isinstance(leaf, RaggedKVCache) for leaf in leaves(batched.merge([caches]))):
