@@ -90,7 +90,7 @@ def mix(model: Any, vocab: int, args: argparse.Namespace) -> None:
                     if token.ended is not None:
                         came += 1
                         insert(token.row.rid + rows)
-                loop.batch.settle()
+                loop.batch.store_ended()
                 ticks.append(time.perf_counter())
             gaps = [after - before for before, after in pairwise(ticks)]
             median = statistics.median(gaps)

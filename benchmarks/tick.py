@@ -3,8 +3,8 @@
     python -m benchmarks.tick qwen3-8b --dtype bfloat16
     python -m benchmarks.tick 5m --steps 4 --long 100 --requests 1 --clients 2 --turns 1
 
-Weights are random and stay in memory. *Before* runs chunks of prompts in forward passes of their own, as `--apart` does
-alone.
+Weights are random and stay in memory. *Before* runs chunks of prompts in forward passes of their own, as
+`--separate` does alone.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def short(model: Any, vocab: int, args: argparse.Namespace) -> None:
 
 
 def _ways(args: argparse.Namespace) -> list[str]:
-    return [BEFORE] if args.apart else [BEFORE, AFTER]
+    return [BEFORE] if args.separate else [BEFORE, AFTER]
 
 
 class Loop:
@@ -235,7 +235,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=5, help="of each client, after its first")
     parser.add_argument("--steps", type=int, default=30, help="of one measurement")
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--apart", action="store_true", help="only as before: no chunk rides on a step")
+    parser.add_argument("--separate", action="store_true", help="only as before: no chunk is fused into a step")
     return parser.parse_args()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from gateway.config.load import bad_adapter_name, taken_name
+from gateway.config.load import invalid_adapter_name_reason, taken_name
 from gateway.config.settings import Config
 from gateway.model_files.metadata import DEMO_ADAPTER
 from protocol.spec import ADAPTERS_MAX
@@ -60,7 +60,7 @@ def with_adapter(config: Config, model: str, name: str, path: str) -> Config:
     """Return a copy of `config` with one more adapter. Raises `NotAllowed`."""
     if model not in config.models:
         raise NotAllowed(f"there is no model {model!r}")
-    if reason := bad_adapter_name(name):
+    if reason := invalid_adapter_name_reason(name):
         raise NotAllowed(f"its name {reason}")
     adapters = config.models[model].adapters
     if config.models[model].group.ranks:

@@ -140,7 +140,7 @@ class Daemon:
                     self._desktop().run(),
                 )
                 chores = [tasks.create_task(chore) for chore in running]
-                _settle_garbage_collector()
+                _tune_garbage_collector()
                 count = len(services.config.models)
                 log.info("mlxd serves %d model%s on %s", count, "" if count == 1 else "s", self.url)
                 self._greet()
@@ -171,7 +171,7 @@ class Daemon:
     def _desktop(self) -> DesktopWatch:
         services = self._app.services
         watch = DesktopWatch(lambda: services.config.server.desktop, self._pool.handles, probe=make_probe())
-        services.metrics.pace_duty = lambda: watch.duty
+        services.metrics.gpu_duty_ratio = lambda: watch.duty_cycle
         return watch
 
     def _is_busy(self) -> bool:
@@ -287,7 +287,7 @@ def _has_terminal() -> bool:
     return True
 
 
-def _settle_garbage_collector() -> None:
+def _tune_garbage_collector() -> None:
     """Make garbage collection rare and exempt all existing objects, which live as long as the daemon."""
     gc.collect()
     gc.freeze()

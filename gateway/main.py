@@ -28,6 +28,7 @@ from gateway.telemetry.logs import LEVELS, LogSinks, RotatingFile
 from gateway.workers.supervisor.spawn import Command, default_command
 from protocol import __version__
 from protocol.sockets import PathTooLong, check_path
+from protocol.timing_profile import move_former_folder
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ def serve(read: Callable[[], Config], *, command: Command = default_command) -> 
     try:
         with RunDir(config.home), _logs(config):
             check_path(config.admin_socket)
+            move_former_folder(config.home)
             raise_file_limit()
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(_serve(config, read, command))

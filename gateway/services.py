@@ -22,7 +22,7 @@ from gateway.media.documents import PdfReader
 from gateway.media.read_media import Fetch, InFlightBytes, bounded, fetch_public
 from gateway.remote.upstreams.upstream_client import Clients
 from gateway.request.admission import Admission, BatchGate, LoadMeter
-from gateway.request.body_memory import Bodies, memory_bytes, share_bytes
+from gateway.request.body_memory import Bodies, memory_bytes, quota_bytes
 from gateway.request.in_flight import RecentRequests, Requests
 from gateway.request.next_turns import NextTurns
 from gateway.request.opener import Runtime
@@ -94,7 +94,7 @@ class Services(Runtime):
             for model, load in ((model, meter.read(model)) for model in live.config.models.values())
         ]
         bodies = Bodies(
-            lambda: memory_bytes(live.config.server), lambda: share_bytes(live.config.server, keyring.has_others)
+            lambda: memory_bytes(live.config.server), lambda: quota_bytes(live.config.server, keyring.has_others)
         )
         metrics.body_numbers = bodies.numbers
         media = InFlightBytes(lambda: keyring.has_others)

@@ -70,7 +70,7 @@ def has_mesh(rdma: Rdma) -> bool:
     return size <= MESH_MAX and all(rdma[a][b] for a in range(size) for b in range(size) if a != b)
 
 
-def ring_problem(rdma: Rdma) -> str:
+def broken_ring_reason(rdma: Rdma) -> str:
     """Return the reason why JACCL cannot even form a ring of these devices; empty if it can."""
     size = len(rdma)
     if any(len(row) != size for row in rdma):

@@ -238,15 +238,15 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=35):
     """Message that the prompt was tokenized and queued.
 
-    `relaxed` names the parts of a schema that the grammar does not enforce, other deviations from the request, and
+    `deviations` names the parts of a schema that the grammar does not enforce, other deviations from the request, and
     inexact computation, such as `kv-bits-8`.
     """
 
     rid: int
     prompt_tokens: int
-    relaxed: tuple[str, ...] = ()
+    deviations: tuple[str, ...] = ()
     # Numbers of turns and tokens of the prompt that `truncate` removed.
-    left_out: tuple[int, int] = (0, 0)
+    truncated: tuple[int, int] = (0, 0)
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=36):

@@ -72,7 +72,7 @@ def resolve(config: Mapping[str, Any], parallel: str, backend: str, *, has_cuda:
     return parallel, backend
 
 
-def refusal(config: Mapping[str, Any], parallel: str, ranks: int, backend: str = "") -> str:
+def indivisible_reason(config: Mapping[str, Any], parallel: str, ranks: int, backend: str = "") -> str:
     """Return the reason why a model cannot be divided as requested; empty if it can."""
     kind = config.get("model_type")
     if parallel == PIPELINE and backend == NCCL:
@@ -87,10 +87,10 @@ def refusal(config: Mapping[str, Any], parallel: str, ranks: int, backend: str =
         layers = text.get("num_hidden_layers")
         is_short = isinstance(layers, int) and layers < ranks
         return f"{layers} layers are too few for {ranks} ranks" if is_short else ""
-    return _tensor_refusal(kind in _REPEATS, text, ranks) or _groups_refusal(config, text, ranks)
+    return _tensor_reason(kind in _REPEATS, text, ranks) or _groups_reason(config, text, ranks)
 
 
-def _tensor_refusal(repeats: bool, text: Mapping[str, Any], ranks: int) -> str:
+def _tensor_reason(repeats: bool, text: Mapping[str, Any], ranks: int) -> str:
     for name in (*_HEADS, *_WIDTHS):
         count = text.get(name)
         if isinstance(count, int) and count % ranks:
@@ -101,7 +101,7 @@ def _tensor_refusal(repeats: bool, text: Mapping[str, Any], ranks: int) -> str:
     return ""
 
 
-def _groups_refusal(config: Mapping[str, Any], text: Mapping[str, Any], ranks: int) -> str:
+def _groups_reason(config: Mapping[str, Any], text: Mapping[str, Any], ranks: int) -> str:
     """Refuse a division that would split a quantization group, whose values share a scale."""
     quantization = config.get("quantization") or config.get("quantization_config")
     size = quantization.get("group_size") if isinstance(quantization, dict) else None
@@ -234,13 +234,13 @@ class ClearCache(msgspec.Struct, frozen=True, array_like=True, tag=20):
     """Operation: clear the prefix cache."""
 
 
-class SettleMemory(msgspec.Struct, frozen=True, array_like=True, tag=21):
+class StoreEnded(msgspec.Struct, frozen=True, array_like=True, tag=21):
     """Operation: store the rows that have ended."""
 
 
 # `SetMemory` sets the memory share of the ranks on rank 0's host, and is answered by `RankMemory`. `Shutdown` ends the
 # group: a follower answers with `PlanDone`, and exits.
-Op = BeginGroup | InsertRow | RemoveRow | ResizeCache | ClearCache | SettleMemory | SetMemory | Shutdown
+Op = BeginGroup | InsertRow | RemoveRow | ResizeCache | ClearCache | StoreEnded | SetMemory | Shutdown
 
 
 class TickPlan(msgspec.Struct, frozen=True, array_like=True, tag=4):

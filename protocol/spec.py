@@ -199,7 +199,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     @property
     def identity(self) -> bytes:
-        """ROUTER identity of this incarnation."""
+        """ROUTER identity of this process."""
         return f"{self.name}#{self.epoch}".encode()
 
 

@@ -132,7 +132,7 @@ class Stats(msgspec.Struct, array_like=True):
             "prefix_cache_disk_quarantined", "Files of the disk cache set aside: corrupt, truncated, foreign or stale."
         ),
     ] = 0
-    share_bytes: Annotated[int, Internal("the worker's answer to its gateway's newest grant of memory")] = 0
+    granted_bytes: Annotated[int, Internal("the worker's answer to its gateway's newest grant of memory")] = 0
     # Bytes of the worker's memory share that Metal may wire; 0 if nothing is wired.
     wired_limit: Annotated[int, _memory("wired_limit")] = 0
     repaired_messages: Annotated[
@@ -141,7 +141,7 @@ class Stats(msgspec.Struct, array_like=True):
             "worker_repaired_messages", "Messages that a worker repaired before sending: not Unicode, or too large."
         ),
     ] = 0
-    refused_questions: Annotated[
+    refused_tokenize_calls: Annotated[
         int,
         _counter(
             "worker_refused_questions",

@@ -18,7 +18,7 @@ from msgspec import Meta
 from protocol.codec import UNREADABLE
 
 # Environment variable with the folder of the profiles; if it is not set, nothing is stored.
-FOLDER_ENV: Final = "MLXD_WISDOM"
+FOLDER_ENV: Final = "MLXD_TIMINGS"
 FORMAT: Final = 1
 FILE_BYTES_MAX: Final = 256 * 1024
 # Maximum number of stored profiles of one model; the oldest are deleted.
@@ -134,7 +134,13 @@ _decoder = msgspec.json.Decoder(TimingProfile)
 
 def profiles_dir(home: Path) -> Path:
     """Return the folder of the profiles of one home."""
-    return home / "state" / "wisdom"
+    return home / "state" / "timings"
+
+
+def move_former_folder(home: Path) -> None:
+    """Move the profiles of a version that kept them in `state/wisdom`, unless this version already has some."""
+    with suppress(OSError):
+        (home / "state" / "wisdom").rename(profiles_dir(home))
 
 
 def band_of(context: int) -> int:

@@ -341,7 +341,7 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     # a text; a positive number keeps that many last tokens of a text, even if more would fit.
     truncate: int = 0
     # Numbers of turns and tokens that an earlier worker truncated and that must be truncated again; None if unknown.
-    left_out: tuple[int, int] | None = None
+    truncated: tuple[int, int] | None = None
     # Whether special tokens are part of the output's text.
     shows_special: bool = False
     # Whether `truncate` removes a chat's first tokens instead of its oldest turns.
@@ -429,13 +429,13 @@ class Dump(msgspec.Struct, frozen=True, array_like=True, tag=14):
 
 
 class SetMemory(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """Command to use another share of memory from now on.
+    """Command to use another grant of memory from now on.
 
     Memory above it is freed at once: free buffers, then cached prefixes, then running rows are preempted; no row is
-    lost. `kv_part` and `cache_part` (0 to 1) leave a part of the share's limits unused, under memory pressure.
+    lost. `kv_part` and `cache_part` (0 to 1) leave a part of the grant's limits unused, under memory pressure.
     """
 
-    share_bytes: int
+    memory_bytes: int
     kv_part: float = 1.0
     cache_part: float = 1.0
 
@@ -447,14 +447,14 @@ class SetLogLevel(msgspec.Struct, frozen=True, array_like=True, tag=16):
 
 
 class SetPace(msgspec.Struct, frozen=True, array_like=True, tag=17):
-    """Command to leave a display its share of the GPU. It affects no token.
+    """Command to leave a part of the GPU to a display. It affects no token.
 
-    `duty` is the fraction of time in which the model computes. `tick_ms` limits the time of a tick with prefill, and
-    `chunk` the prompt tokens per row in such a tick; 0 means no limit. An idle model is kept warm, if its specification
-    says so, only with `may_keep_warm`.
+    `duty_cycle` is the fraction of time in which the model computes. `tick_ms` limits the time of a tick with prefill,
+    and `chunk` the prompt tokens per row in such a tick; 0 means no limit. An idle model is kept warm, if its
+    specification says so, only with `may_keep_warm`.
     """
 
-    duty: float = 1.0
+    duty_cycle: float = 1.0
     tick_ms: int = 0
     chunk: int = 0
     may_keep_warm: bool = True

@@ -19,7 +19,7 @@ from protocol.spec import DEFAULT_MAX_RUNNING, WorkerSpec
 from protocol.to_worker import Abort, Drain, SetMemory, SetPace, Shutdown
 from worker.engine.gauges import Gauges
 from worker.engine.request_loop import RequestLoop
-from worker.engine.scheduling.pacing import Rests
+from worker.engine.scheduling.pacing import DutyCycle
 from worker.errors import StepFailed, cannot_run, foreign_code, is_allocation_failure, is_gpu_fault
 from worker.model import memory
 
@@ -35,7 +35,7 @@ class QueuedJob:
     deadline: float | None = None
     wants_progress: bool = False
     # Deviations from the request that are reported to its client.
-    relaxed: tuple[str, ...] = ()
+    deviations: tuple[str, ...] = ()
     arrival: int = 0
     admitted: float = 0.0
 
@@ -66,31 +66,31 @@ class TurnLoop(RequestLoop[J]):
     def __init__(self, spec: WorkerSpec, weights_bytes: int, send: Callable[[Up], None], gauges: Gauges) -> None:
         super().__init__(spec, gauges, send, one_delta_per_frame=True)
         self.inbox: SimpleQueue[J | LoopCommand] = SimpleQueue()
-        self._share = memory.MemoryShare(spec, weights_bytes)
+        self._grant = memory.MemoryGrant(spec, weights_bytes)
         self._arrivals = itertools.count(1)
         # Serial number of the last turn of each waiting tenant.
         self._turns: dict[str, int] = {}
         self._turn = itertools.count(1)
-        self._rests = Rests()
+        self._duty_cycle = DutyCycle()
 
     def run(self) -> None:
         """Serve until a shutdown. Raises `StepFailed` when the loop cannot continue."""
         while not self._is_stopping:
-            self._take_commands()
+            self._receive_commands()
             self._enforce_deadlines()
-            if self._requests and not self._is_stopping and not self._rests.left_s(time.monotonic()):
+            if self._requests and not self._is_stopping and not self._duty_cycle.left_s(time.monotonic()):
                 began = time.monotonic()
                 self._take_turn()
-                self._rests.worked(began, time.monotonic())
+                self._duty_cycle.worked(began, time.monotonic())
             self._flush()
-            self._share.check()
+            self._grant.check()
         self._end_all()
 
     def warm_up(self) -> None:
         """Compute one answer, and apply the memory limits. Raises `LoadFailed`."""
         with foreign_code(cannot_run):
             self._compute_once()
-        self._apply(self._share.limits())
+        self._apply(self._grant.limits())
 
     # -- for a subclass ----------------------------------------------------------------------------------------------
 
@@ -135,13 +135,13 @@ class TurnLoop(RequestLoop[J]):
         self._turns[jobs[0].tenant] = next(self._turn)
         return jobs
 
-    def _take_commands(self) -> None:
+    def _receive_commands(self) -> None:
         """Handle everything in the inbox; blocks only if there is nothing else to do."""
         commands: list[J | LoopCommand] = []
         if self._is_idle:
             self._idle()
             commands.append(self.inbox.get())
-        elif rest_s := self._rests.left_s(time.monotonic()):
+        elif rest_s := self._duty_cycle.left_s(time.monotonic()):
             with suppress(Empty):
                 commands.append(self.inbox.get(timeout=rest_s))
         self._gauges.busy_since = time.monotonic()
@@ -158,9 +158,9 @@ class TurnLoop(RequestLoop[J]):
     def _handle(self, command: J | LoopCommand) -> None:
         match command:
             case SetMemory():
-                self._apply(self._share.change(command))
+                self._apply(self._grant.change(command))
             case SetPace():
-                self._rests.set_duty(command.duty)
+                self._duty_cycle.set_ratio(command.duty_cycle)
             case _:
                 super()._handle(command)
 
@@ -168,11 +168,11 @@ class TurnLoop(RequestLoop[J]):
         self._turns.clear()
         super()._idle()
 
-    def _apply(self, limits: memory.ShareLimits) -> None:
-        self._share.enforce(limits)
-        self._gauges.share_bytes = self._share.bytes
+    def _apply(self, limits: memory.AllocationLimits) -> None:
+        self._grant.enforce(limits)
+        self._gauges.granted_bytes = self._grant.bytes
         self._gauges.mem_limit = limits.total
-        self._gauges.wired_limit = self._share.wired_limit
+        self._gauges.wired_limit = self._grant.wired_limit
 
     @property
     def _is_full(self) -> bool:
@@ -180,7 +180,7 @@ class TurnLoop(RequestLoop[J]):
         return len(self._requests) - len(self._batched) >= most
 
     def _accepted(self, request: J) -> Accepted:
-        return Accepted(request.rid, request.tokens, request.relaxed)
+        return Accepted(request.rid, request.tokens, request.deviations)
 
     def _enter(self, request: J) -> None:
         request.arrival = next(self._arrivals)

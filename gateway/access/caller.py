@@ -29,7 +29,7 @@ class Caller:
     # `tenant` is a digest of the key's name. The worker uses it to let keys take turns, without learning their names.
     tenant: str = ""
     # Percent of a model's queue that the key may fill.
-    queue_share: int = 100
+    queue_quota_percent: int = 100
     # Maximum tokens of an answer; 0 means no limit.
     max_tokens: int = 0
     # `may_leave` allows requests to be sent to an upstream.

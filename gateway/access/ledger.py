@@ -95,7 +95,7 @@ class Ledger:
         self._past: list[_Month] = []
         self._roll()
 
-    def book(self, key: str, model: str, requests: int, prompt: int, cached: int, completion: int) -> None:
+    def record(self, key: str, model: str, requests: int, prompt: int, cached: int, completion: int) -> None:
         """Count the usage of a request."""
         self._roll()
         line = LedgerLine(self._day.isoformat(), key, model, requests, prompt, cached, completion)

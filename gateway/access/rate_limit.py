@@ -117,7 +117,7 @@ class TokenBucket:
         """Take an amount, or give back a negative one."""
         self._level = min(float(self.capacity), self.level(now) - amount)
 
-    def settle(self, amount: float, now: float) -> None:
+    def charge(self, amount: float, now: float) -> None:
         """Take usage beyond a reservation. The debt is bounded, because the reported usage may be wrong."""
         self.take(amount, now)
         self._level = max(self._level, -DEBT_MAX_S * self._rate)
@@ -188,7 +188,7 @@ class Meter:
         """Restore the buckets' levels from the amounts that were missing `ago_s` seconds ago."""
         now = self._clock()
         for kind, bucket in self._buckets():
-            bucket.settle(max(0.0, missing.get(kind, 0.0) - ago_s * bucket.capacity / 60), now)
+            bucket.charge(max(0.0, missing.get(kind, 0.0) - ago_s * bucket.capacity / 60), now)
 
     @property
     def is_limited(self) -> bool:
@@ -276,7 +276,7 @@ class Meter:
             self._numbers.running -= 1
             self._numbers.sequences -= sequences
             self._reserved -= estimate
-            self._settle(charge)
+            self._charge_tokens(charge)
 
     @contextmanager
     def hold_budget(self, estimate: float, sequences: int = 1) -> Generator[UsageCharge, None, None]:
@@ -333,9 +333,9 @@ class Meter:
         if self._tokens is not None:
             self._tokens.take(amount, self._clock())
 
-    def _settle(self, charge: UsageCharge) -> None:
+    def _charge_tokens(self, charge: UsageCharge) -> None:
         if self._tokens is not None:
-            self._tokens.settle(charge.prompt + charge.completion - charge.reserved, self._clock())
+            self._tokens.charge(charge.prompt + charge.completion - charge.reserved, self._clock())
         self._count(charge)
 
     def _count(self, charge: UsageCharge) -> None:
@@ -384,7 +384,7 @@ def _resized(bucket: TokenBucket | None, per_minute: int, now: float) -> TokenBu
     """Return a bucket of another size from which the same amount is missing."""
     fresh = _bucket(per_minute, now)
     if fresh is not None and bucket is not None:
-        fresh.settle(bucket.capacity - bucket.level(now), now)
+        fresh.charge(bucket.capacity - bucket.level(now), now)
     return fresh
 
 

@@ -106,7 +106,7 @@ def from_here(url: str) -> str:
     return url
 
 
-def bad_proxy(address: str) -> str | None:
+def invalid_proxy_reason(address: str) -> str | None:
     """Return what is wrong with an address in `[server] trusted_proxies`; None if it is valid."""
     try:
         ipaddress.ip_network(address)

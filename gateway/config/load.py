@@ -19,10 +19,10 @@ from msgspec import structs
 from msgspec.structs import fields, replace
 
 from gateway.command_failed import CommandFailed
-from gateway.config.address import bad_proxy
+from gateway.config.address import invalid_proxy_reason
 from gateway.config.certificate import CertificateUnusable, load
 from gateway.config.names import Names
-from gateway.config.origins import bad_host, bad_origin, is_loopback
+from gateway.config.origins import invalid_host_reason, invalid_origin_reason, is_loopback
 from gateway.config.settings import (
     CAN_HOLD_AWAKE,
     CONFIG_NAME,
@@ -68,7 +68,7 @@ PARSERS: Final = frozenset({
 })  # fmt: skip
 
 
-def bad_parser(name: str) -> str | None:
+def unknown_parser_reason(name: str) -> str | None:
     """Return what is wrong with a parser's name; None if it is valid. An empty name selects the model's own parser."""
     plain = name.strip().lower().replace("-", "_")
     if not plain or plain in PARSERS or plain.replace(".", "_") in PARSERS:
@@ -100,7 +100,7 @@ def _upstream(source: ConfigSource, name: str, body: Any, where: tuple[str, ...]
         if field.required and field.name not in ("name", *table):
             raise source.error(f"an upstream needs {field.name}", where)
     far = source.convert(table | {"name": name}, UpstreamConfig, where)
-    if reason := _bad_url(far):
+    if reason := _invalid_url_reason(far):
         raise source.error(f"url: {far.url!r} {reason}", (*where, "url"))
     key_file = ""
     if far.key_file:
@@ -110,12 +110,12 @@ def _upstream(source: ConfigSource, name: str, body: Any, where: tuple[str, ...]
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise source.error(f"key_file: {key_file}: {reason}", (*where, "key_file")) from None
-    if reason := _bad_authorities():
+    if reason := _invalid_authorities_reason():
         raise source.error(reason, where)
     return replace(far, url=far.url.rstrip("/"), key_file=key_file)
 
 
-def _bad_authorities() -> str:
+def _invalid_authorities_reason() -> str:
     """Return what is wrong with the file of authorities that the environment names; empty if nothing is.
 
     OpenSSL reads the file whenever a client is made, and silently trusts nobody if it cannot.
@@ -140,7 +140,7 @@ def read_secret(path: Path) -> str:
     return secret
 
 
-def _bad_url(upstream: UpstreamConfig) -> str:
+def _invalid_url_reason(upstream: UpstreamConfig) -> str:
     """Return why the URL of an endpoint is invalid or must not be used; empty if it is good."""
     try:
         url = urlsplit(upstream.url)
@@ -218,20 +218,24 @@ def _server(source: ConfigSource, raw: Any, overrides: dict[str, Any]) -> Server
     if server.ollama_port and server.ollama_port == server.port:
         message = f"ollama_port: {server.ollama_port} is also 'port', where Ollama's API is served as well"
         raise source.error(message, ("server", "ollama_port"))
-    checks = (("cors", server.cors, bad_origin), ("trusted_proxies", server.trusted_proxies, bad_proxy))
-    for key, values, check in (*checks, ("hosts", server.hosts, bad_host)):
+    checks = (
+        ("cors", server.cors, invalid_origin_reason),
+        ("trusted_proxies", server.trusted_proxies, invalid_proxy_reason),
+        ("hosts", server.hosts, invalid_host_reason),
+    )
+    for key, values, check in checks:
         for value in values:
             if reason := check(value):
                 raise source.error(f"{key}: {value!r} {reason}", ("server", key))
     if server.prevent_sleep == "always" and not CAN_HOLD_AWAKE:
         raise source.error("prevent_sleep: 'always' is for macOS; set that in this system", ("server", "prevent_sleep"))
-    if reason := bad_endpoint(server.otlp_endpoint):
+    if reason := invalid_endpoint_reason(server.otlp_endpoint):
         raise source.error(f"otlp_endpoint: {reason}", ("server", "otlp_endpoint"))
     folders = _folders(source, server.adapter_folders, ("server", "adapter_folders"))
     return structs.replace(server, adapter_folders=folders, tls=_tls(source, server.tls))
 
 
-def bad_endpoint(endpoint: str) -> str | None:
+def invalid_endpoint_reason(endpoint: str) -> str | None:
     """Return what is wrong with an OTLP endpoint for traces; None if it is valid."""
     if not endpoint:
         return None
@@ -285,7 +289,7 @@ def _models(source: ConfigSource, raw: Any) -> dict[str, ModelConfig]:
     models: dict[str, ModelConfig] = {}
     for name, body in raw.items():
         where = ("models", name)
-        if reason := bad_name(name):
+        if reason := invalid_name_reason(name):
             raise source.error(f"model name {name!r} {reason}", where)
         models[name] = model = _model(source, name, body, where)
         is_sparse = model.sparse_prefill > 0
@@ -301,19 +305,19 @@ def _models(source: ConfigSource, raw: Any) -> dict[str, ModelConfig]:
             raise source.error(text, (*where, "keep_warm"))
         if model.warm and model.kind not in ("auto", "text"):
             raise source.error("warm is for models that generate text", (*where, "warm"))
-        if reason := _bad_kv_events(model.kv_events):
+        if reason := _invalid_kv_events_reason(model.kv_events):
             raise source.error(reason, (*where, "kv_events"))
-        if reason := _bad_experts(model):
+        if reason := _experts_reason(model):
             raise source.error(reason, where)
-        if reason := bad_parser(model.parser):
+        if reason := unknown_parser_reason(model.parser):
             raise source.error(reason, (*where, "parser"))
         for alias in model.aliases:
-            if reason := _bad_alias(alias):
+            if reason := _invalid_alias_reason(alias):
                 raise source.error(f"alias {alias!r} {reason}", (*where, "aliases"))
     return models
 
 
-def _bad_experts(model: ModelConfig) -> str:
+def _experts_reason(model: ModelConfig) -> str:
     """Return the reason why a model's experts cannot be stored as configured; empty if they can."""
     if model.experts == "memory":
         return ""
@@ -326,7 +330,7 @@ def _bad_experts(model: ModelConfig) -> str:
     return ""
 
 
-def _bad_kv_events(address: str) -> str:
+def _invalid_kv_events_reason(address: str) -> str:
     """Return the reason why events cannot be published at an address; empty if they can."""
     if not address:
         return ""
@@ -363,7 +367,7 @@ def _profiles(source: ConfigSource, raw: Any, where: tuple[str, ...]) -> dict[st
     profiles: dict[str, ProfileConfig] = {}
     for name, body in raw.items():
         at = (*where, name)
-        reason = "must not contain ':'" if ":" in name else bad_name(name)
+        reason = "must not contain ':'" if ":" in name else invalid_name_reason(name)
         if reason:
             raise source.error(f"profile name {name!r} {reason}", at)
         profiles[name] = source.struct(body, ProfileConfig, at)
@@ -381,7 +385,7 @@ def _adapters(source: ConfigSource, raw: Any, kind: str, where: tuple[str, ...])
     adapters: dict[str, str] = {}
     for name, path in raw.items():
         at = (*where, name)
-        if reason := bad_adapter_name(name):
+        if reason := invalid_adapter_name_reason(name):
             raise source.error(f"adapter name {name!r} {reason}", at)
         if not isinstance(path, str) or not path:
             raise source.error(f"adapter {name!r} needs the path of its folder", at)
@@ -407,7 +411,7 @@ def _is_jinja(text: str) -> bool:
 
 def _found_models() -> dict[str, ModelConfig]:
     demos = {name: ModelConfig(name=name, path=name) for name in DEMOS}
-    names = [name for name in cached_models() if name not in (*DEMOS, "default") and not bad_name(name)]
+    names = [name for name in cached_models() if name not in (*DEMOS, "default") and not invalid_name_reason(name)]
     # The first answer of a new installation does not wait for a load.
     demos["demo"] = structs.replace(demos["demo"], aliases=("default",), preload=not names)
     return demos | {name: ModelConfig(name=name, path=name) for name in names}
@@ -450,9 +454,9 @@ def _check_references(source: ConfigSource, server: ServerConfig, models: dict[s
             raise source.error(f"{key}: {error.message}", ("server", key)) from None
 
 
-def bad_adapter_name(name: str) -> str | None:
+def invalid_adapter_name_reason(name: str) -> str | None:
     """Return the reason why an adapter cannot have this name."""
-    return "must not contain ':'" if ":" in name else bad_name(name)
+    return "must not contain ':'" if ":" in name else invalid_name_reason(name)
 
 
 def taken_name(models: Mapping[str, ModelConfig]) -> tuple[str, str, str] | None:
@@ -472,16 +476,16 @@ def taken_name(models: Mapping[str, ModelConfig]) -> tuple[str, str, str] | None
     return None
 
 
-def bad_name(name: str) -> str | None:
+def invalid_name_reason(name: str) -> str | None:
     """Return the reason why a table cannot have this name."""
     if "*" in name:
         return "must not contain '*': patterns belong in aliases"
     if name.startswith("-"):
         return "must not begin with '-'"
-    return _bad_alias(name)
+    return _invalid_alias_reason(name)
 
 
-def _bad_alias(alias: str) -> str | None:
+def _invalid_alias_reason(alias: str) -> str | None:
     if not alias:
         return "is empty"
     if any(c.isspace() or not c.isprintable() for c in alias):

@@ -45,7 +45,7 @@ def _name_of(host: str) -> str:
     return match[1] if match else ""
 
 
-def bad_host(host: str) -> str | None:
+def invalid_host_reason(host: str) -> str | None:
     """Return what is wrong with a name in `[server] hosts`; None if it is valid."""
     if "*" in host:
         return "must not contain '*': list the names"
@@ -73,7 +73,7 @@ def is_same(origin: str, host: str) -> bool:
     return bool(rest) and scheme.lower() in _DEFAULT_PORTS and rest.lower() == host.strip().lower()
 
 
-def bad_origin(origin: str) -> str | None:
+def invalid_origin_reason(origin: str) -> str | None:
     """Return what is wrong with an origin in the configuration; None if it is valid."""
     if "*" in origin:
         return "must not contain '*': list the origins"

@@ -224,13 +224,12 @@ class ProfileConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`cache` of a model: bytes of its prefix cache in memory and on disk. 0 means off, None a fraction of its memory
-    share.
+    """`cache` of a model: bytes of its prefix cache in memory and on disk. 0 means off, None a fraction of its memory.
 
     All models share one folder on disk; its limit is the largest that any model sets.
     """
 
-    # Prefix cache in memory; 0 is off. Absent: a quarter of the model's share after its weights.
+    # Prefix cache in memory; 0 is off. Absent: a quarter of the model's memory after its weights.
     ram_bytes: Annotated[int, Meta(ge=0)] | None = None
     # Prefix cache on disk; 0 is off. All models share one folder, limited by the largest value. See
     # docs/configuration.md#cache.
@@ -299,12 +298,12 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     chat_template: str = ""
     # The prefix cache. See docs/configuration.md#cache.
     cache: CacheConfig = CacheConfig()
-    # Memory for the KV of running sequences. Absent: most of the model's share after its weights.
+    # Memory for the KV of running sequences. Absent: most of the model's memory after its weights.
     kv_bytes: Annotated[int, Meta(ge=1)] | None = None
     # Bits for each number of KV. Fewer bits save memory and change answers. Absent: the model's own type. See
     # docs/memory.md#quantized-kv.
     kv_bits: Literal[8, 4] | None = None
-    # Share of the memory budget. `auto`: estimated from the files, with more lent when there is room. See
+    # Part of the memory budget. `auto`: estimated from the files, with more lent when there is room. See
     # docs/memory.md.
     memory_bytes: Bytes = "auto"
     # `disk`: read experts when they are chosen, from a folder that `mlxctl repack` wrote. `max_running` must be 2 and

@@ -18,8 +18,8 @@ from gateway.config.settings import Config, GroupConfig, ModelConfig
 from gateway.config.source import ConfigSource
 from gateway.model_files.metadata import Unreadable, find, read_config
 from protocol.checkpoint import TEXT, kind_of
-from protocol.collectives import BACKENDS, VARIABLES, ring_problem
-from protocol.group import AUTO, JACCL, NCCL, PIPELINE, RING, refusal, resolve
+from protocol.collectives import BACKENDS, VARIABLES, broken_ring_reason
+from protocol.group import AUTO, JACCL, NCCL, PIPELINE, RING, indivisible_reason, resolve
 from protocol.spec import LOCAL, GroupSpec, HostFile, HostSpec, WorkerSpec
 
 FILE_BYTES_MAX: Final = 1 << 20
@@ -181,7 +181,7 @@ def check_groups(source: ConfigSource, models: dict[str, ModelConfig]) -> dict[s
 def _checked(source: ConfigSource, model: ModelConfig, where: tuple[str, ...]) -> ModelConfig:
     group = _with_hosts(source, model.group, where) if model.group.hosts else model.group
     model = structs.replace(model, group=group)
-    if reason := _problem(model, group):
+    if reason := _invalid_group_reason(model, group):
         raise source.error(f"group: {reason}", where)
     return model
 
@@ -199,7 +199,7 @@ def _with_hosts(source: ConfigSource, group: GroupConfig, where: tuple[str, ...]
     return structs.replace(group, hosts=str(path), launch=file, backend=backend)
 
 
-def _problem(model: ModelConfig, group: GroupConfig) -> str:
+def _invalid_group_reason(model: ModelConfig, group: GroupConfig) -> str:
     """Return the reason why a model's group cannot run as configured; empty if none is known."""
     if group.hosts and group.nodes:
         return "nodes are ranks of this machine alone, and hosts those of a host file: give one of them"
@@ -215,14 +215,14 @@ def _problem(model: ModelConfig, group: GroupConfig) -> str:
         return "NCCL in MLX cannot send from rank to rank: there is no pipeline over it"
     if group.backend == JACCL and len(set(ranks)) < len(ranks):
         return "JACCL connects machines: ranks of one machine use a ring"
-    return _missing_link(group) or _conflict(model) or model_problem(model)
+    return _missing_link(group) or _conflict(model) or indivisible_model_reason(model)
 
 
 def _missing_link(group: GroupConfig) -> str:
     """Return the reason why the hosts of a host file cannot be connected; empty if they can."""
     hosts = group.launch.hosts
     if group.backend == JACCL:
-        problem = ring_problem([host.rdma for host in hosts])
+        problem = broken_ring_reason([host.rdma for host in hosts])
         return f"{problem}: name it in rdma of {group.hosts}" if problem else ""
     if group.backend in (AUTO, RING) and len({len(host.ips) for host in hosts}) > 1:
         return f"{group.hosts}: each host of a ring has as many ips as every other, a link for each"
@@ -246,7 +246,7 @@ def _conflict(model: ModelConfig) -> str:
     return f"{name} is not for a model that several processes run" if name else ""
 
 
-def model_problem(model: ModelConfig) -> str:
+def indivisible_model_reason(model: ModelConfig) -> str:
     """Return why a model's files cannot be split among the group's ranks; empty if they can, or are not on this
     machine.
     """
@@ -261,4 +261,4 @@ def model_problem(model: ModelConfig) -> str:
     group = model.group
     # `auto` is a ring without CUDA; with CUDA the worker decides.
     parallel, backend = resolve(config, group.parallel, group.backend, has_cuda=False)
-    return refusal(config, parallel, len(group.ranks), backend=backend)
+    return indivisible_reason(config, parallel, len(group.ranks), backend=backend)

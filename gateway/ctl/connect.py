@@ -59,11 +59,11 @@ _TOOLS: Final = "tools"
 
 
 class Candidate(Struct, frozen=True):
-    """A model on this machine for a client. `objections` are reasons against it, as sentences' ends after its name."""
+    """A model on this machine for a client. `reasons` are those against it, as sentences' ends after its name."""
 
     model: ServedModel
     info: ModelMetadata
-    objections: tuple[str, ...]
+    reasons: tuple[str, ...]
 
     @property
     def is_default(self) -> bool:
@@ -89,7 +89,7 @@ def candidates(models: Sequence[ServedModel], client: "Client", available: int) 
     """List the models on this machine that generate text and are no demo, the best for a client first.
 
     `available` is the memory that one model may have. The owner's default model is the best, then the largest one;
-    models with objections come last.
+    models with reasons against them come last.
     """
     found: list[Candidate] = []
     for model in models:
@@ -98,7 +98,7 @@ def candidates(models: Sequence[ServedModel], client: "Client", available: int) 
             continue
         unfit = () if info.fits else (info.verdict,)
         found.append(Candidate(model, info, (*info.obstacles, *unfit, *_shortcomings(model, info, client))))
-    return sorted(found, key=lambda each: (bool(each.objections), not each.is_default, -each.info.weights_bytes))
+    return sorted(found, key=lambda each: (bool(each.reasons), not each.is_default, -each.info.weights_bytes))
 
 
 def shortcomings(model: ServedModel, client: "Client") -> list[str]:
@@ -436,10 +436,10 @@ def launch(
 def _best(name: str, client: "Client") -> str:
     """Return the best model on this machine for a client, or one that is downloaded now. Raises `CommandFailed`."""
     found = candidates(served_models(), client, available_bytes())
-    if found and not found[0].objections:
+    if found and not found[0].reasons:
         return found[0].model.name
     for candidate in found:
-        typer.echo(f"{candidate.model.name} {'; '.join(candidate.objections)}", err=True)
+        typer.echo(f"{candidate.model.name} {'; '.join(candidate.reasons)}", err=True)
     if not found:
         typer.echo("There is only the demo here, which cannot do the work of an agent.", err=True)
     return _download(name, _offers(client))

@@ -151,7 +151,7 @@ def info(
 
     Example: mlxctl info mlx-community/Qwen3-4B-4bit
     """
-    from gateway.config.worker_spec_and_group import model_problem
+    from gateway.config.worker_spec_and_group import indivisible_model_reason
 
     config = read_config()
     configured = model_of(config, model)
@@ -162,8 +162,8 @@ def info(
         adapters=adapter_sizes(configured.adapters),
         experimental=tuple(map(str, experiments_of(config.server, configured))),
     )
-    if configured.group.ranks and (problem := model_problem(configured)):
-        info = structs.replace(info, obstacles=(*info.obstacles, f"as a group: {problem}"))
+    if configured.group.ranks and (reason := indivisible_model_reason(configured)):
+        info = structs.replace(info, obstacles=(*info.obstacles, f"as a group: {reason}"))
     if json:
         print_json(info)
     else:

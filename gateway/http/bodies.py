@@ -199,7 +199,7 @@ class FormParser:
                     "on_header_value": reader.value_header,
                     "on_header_end": reader.end_header,
                     "on_headers_finished": reader.headed,
-                    "on_part_data": reader.take,
+                    "on_part_data": reader.receive,
                     "on_part_end": reader.end,
                     "on_end": reader.close,
                 },
@@ -277,7 +277,7 @@ class _Reader:
         if self._is_file:
             self.filename = options.get(b"filename", b"").decode("utf-8", errors="replace")
 
-    def take(self, data: bytes, start: int, end: int) -> None:
+    def receive(self, data: bytes, start: int, end: int) -> None:
         self._size += end - start
         if not self._is_file and self._size > FIELD_BYTES_MAX:
             message = f"'{self._name[:100]}' is larger than {FIELD_BYTES_MAX} bytes."
@@ -322,7 +322,7 @@ class SharedAnswers:
     """Registry of the answers that are being read.
 
     An answer is made once for all its readers, and its memory is leased while it has any reader. Each reader leases
-    memory for its slices with its request, so the memory for bodies and the share of the reader's key bound the number
+    memory for its slices with its request, so the memory for bodies and the quota of the reader's key bound the number
     of readers. Used on the event loop only.
     """
 

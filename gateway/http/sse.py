@@ -248,7 +248,7 @@ class _ResponseStream:
         """Write new text until something else happens. Every token passes through this loop."""
         generation, encode, watch = self._generation, self._encoder.encode, self._watch
         while True:
-            on_unread = self._write_unread if self._is_started and self._writer is not None else None
+            on_unread = self._on_unread if self._is_started and self._writer is not None else None
             deltas = await generation.read(self._read_timeout_s(), on_unread)
             data = self._take_large() + encode(deltas)
             if not (data and self._is_started) or generation.accounting.ended or len(data) > SLICE_BYTES:
@@ -256,7 +256,7 @@ class _ResponseStream:
             await watch.write(self._send, data)
         await self._turn(data, is_silent=not deltas)
 
-    def _write_unread(self) -> bool:
+    def _on_unread(self) -> bool:
         """Write unread deltas without waking this task.
 
         Returns False, and writes nothing, if the client cannot take more now, or all of it at once.
@@ -365,14 +365,14 @@ async def respond_whole(
 async def folded(generation: Generation, fold: Fold) -> bytes:
     """Fold all events of `generation` into one answer. Raises `ApiError`."""
 
-    def fold_unread() -> bool:
+    def on_unread() -> bool:
         fold.add(generation.read_now())
         return True
 
     while not generation.is_done:
         if not generation.is_open and not generation.open_now():
             await generation.open()
-        fold.add(await generation.read(on_unread=fold_unread))
+        fold.add(await generation.read(on_unread=on_unread))
         if generation.accounting.failure is not None:
             raise generation.accounting.failure
     await generation.compare()

@@ -11,7 +11,7 @@ from protocol.from_worker import Delta, DeltaKind, Progress
 _MERGEABLE: Final = frozenset({DeltaKind.TEXT, DeltaKind.REASONING, DeltaKind.TOOL_ARGS})
 
 # Function that reads a collector's unread deltas. It returns False if the reader cannot take them now.
-Relay = Callable[[], bool]
+OnUnread = Callable[[], bool]
 
 
 class Collector:
@@ -30,23 +30,23 @@ class Collector:
         "_has_runs",
         "_loop",
         "_newest",
+        "_on_unread",
         "_patience_s",
-        "_relay",
         "_timer",
         "_unfinished",
         "_unread",
         "_waiter",
         "accepted",
         "cached",
+        "deviations",
         "epoch",
         "last_activity",
-        "left_out",
         "on_accepted",
         "prefill_began_at",
         "progress",
-        "relaxed",
         "resumes",
         "rids",
+        "truncated",
         "wakes_on_progress",
     )
 
@@ -56,10 +56,10 @@ class Collector:
         # Number of prompt tokens by rid.
         self.accepted: dict[int, int] = {}
         # Parts of the request's JSON schema that the grammar does not enforce. They are the same for all sequences.
-        self.relaxed: tuple[str, ...] = ()
+        self.deviations: tuple[str, ...] = ()
         # Numbers of turns and of tokens that were left out of the prompt. If the request has several sequences, these
         # are the numbers of the sequence that lost the most turns.
-        self.left_out = (0, 0)
+        self.truncated = (0, 0)
         # Number of cached prompt tokens by rid.
         self.cached: dict[int, int] = {}
         # Times on the event loop's clock.
@@ -85,7 +85,7 @@ class Collector:
         # Whether there is progress of which the reader does not know yet.
         self._has_progressed = False
         self._waiter: asyncio.Future[None] | None = None
-        self._relay: Relay | None = None
+        self._on_unread: OnUnread | None = None
         self._patience_s = float("inf")
         self._timer: asyncio.TimerHandle | None = None
         self._deadline = 0.0
@@ -117,31 +117,31 @@ class Collector:
             self._has_end = True
 
     def wake_reader(self) -> None:
-        """Let the reader's relay read the unread deltas.
+        """Let the reader's `on_unread` read the unread deltas.
 
-        The reader's task is woken instead if it has no relay, if a terminal delta is unread, or if the relay returns
-        False.
+        The reader's task is woken instead if it has no `on_unread`, if a terminal delta is unread, or if `on_unread`
+        returns False.
         """
         waiter = self._waiter
         if waiter is None or waiter.done() or not self._unread:
             return
-        if self._relay is not None and not self._has_end:
+        if self._on_unread is not None and not self._has_end:
             try:
-                if self._relay():
+                if self._on_unread():
                     self._deadline = self.last_activity + self._patience_s
                     return
-            except Exception as error:  # The relay belongs to the reader, so its exception is raised there.
+            except Exception as error:  # `on_unread` belongs to the reader, so its exception is raised there.
                 waiter.set_exception(error)
                 return
         waiter.set_result(None)
 
     def note_accepted(
-        self, rid: int, prompt_tokens: int, relaxed: tuple[str, ...] = (), left_out: tuple[int, int] = (0, 0)
+        self, rid: int, prompt_tokens: int, deviations: tuple[str, ...] = (), truncated: tuple[int, int] = (0, 0)
     ) -> None:
         self.last_activity = self._loop.time()
         self.accepted[rid] = prompt_tokens
-        self.relaxed = relaxed
-        self.left_out = max(self.left_out, left_out)
+        self.deviations = deviations
+        self.truncated = max(self.truncated, truncated)
         if self.on_accepted is not None:
             self.on_accepted(rid, prompt_tokens)
 
@@ -167,16 +167,16 @@ class Collector:
 
     # -- called by the reader ----------------------------------------------------------------------------------------
 
-    async def read_deltas(self, timeout_s: float | None = None, relay: Relay | None = None) -> list[Delta]:
+    async def read_deltas(self, timeout_s: float | None = None, on_unread: OnUnread | None = None) -> list[Delta]:
         """Wait for a delta and return all unread deltas. The list is empty on timeout, after progress that
         `wakes_on_progress`, and immediately if `is_done`.
 
-        During the wait, the link's callback calls `relay` to read all deltas except terminal ones. This saves a task
-        switch per token and restarts the timeout. Deltas that `relay` does not take are returned here, and its
+        During the wait, the link's callback calls `on_unread` to read all deltas except terminal ones. This saves a
+        task switch per token and restarts the timeout. Deltas that `on_unread` does not read are returned here, and its
         exception is raised here.
         """
         if not self._unread and self._unfinished and not self._has_progressed:
-            await self._wait(timeout_s, relay)
+            await self._wait(timeout_s, on_unread)
         return self.read_deltas_nowait()
 
     def read_deltas_nowait(self) -> list[Delta]:
@@ -213,10 +213,10 @@ class Collector:
         self._has_runs = True
         return True
 
-    async def _wait(self, timeout_s: float | None, relay: Relay | None) -> None:
+    async def _wait(self, timeout_s: float | None, on_unread: OnUnread | None) -> None:
         assert self._waiter is None, "a collector has one reader"
         self._waiter = waiter = self._loop.create_future()
-        self._relay = relay
+        self._on_unread = on_unread
         self._patience_s = float("inf") if timeout_s is None else timeout_s
         self._deadline = self._loop.time() + self._patience_s
         if timeout_s is not None and (self._timer is None or self._timer.when() > self._deadline):
@@ -224,7 +224,7 @@ class Collector:
         try:
             await waiter
         finally:
-            self._waiter = self._relay = None
+            self._waiter = self._on_unread = None
 
     def _start_timer(self) -> None:
         self.stop_timer()

@@ -407,10 +407,10 @@ class WorkerLink:
 
     def _on_other(self, message: Up) -> None:
         match message:
-            case Accepted(rid, prompt_tokens, relaxed, left_out):
+            case Accepted(rid, prompt_tokens, deviations, truncated):
                 if sequence := self._running(rid):
-                    sequence.left_out = left_out if sequence.generate.truncate else None
-                    sequence.collector.note_accepted(rid, prompt_tokens, relaxed, left_out)
+                    sequence.truncated = truncated if sequence.generate.truncate else None
+                    sequence.collector.note_accepted(rid, prompt_tokens, deviations, truncated)
             case Progress(rid):
                 if sequence := self._running(rid):
                     sequence.collector.note_progress(message)

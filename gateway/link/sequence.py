@@ -62,7 +62,7 @@ class Sequence:
     # Number of consecutive workers that were lost before they sent a token of this sequence.
     fruitless_resumes: int = 0
     # Numbers of turns and of tokens that the worker left out of the prompt. The next worker must leave out the same.
-    left_out: tuple[int, int] | None = None
+    truncated: tuple[int, int] | None = None
     # Whether this sequence is suspected of crashing its workers.
     is_suspicious: bool = False
 
@@ -99,7 +99,7 @@ class Sequence:
             # An echo with log-probabilities is sent in parts, so its rest may still be missing even if the client has
             # output.
             echo=self.generate.echo and (self.echo_scored > 0 or not self.has_output),
-            left_out=self.generate.left_out if self.left_out is None else self.left_out,
+            truncated=self.generate.truncated if self.truncated is None else self.truncated,
             prompt_ids=self.generate.prompt_ids and not self.has_prompt_ids,
             prompt_scored=self.prompt_scored,
             echo_scored=self.echo_scored,

@@ -3,7 +3,7 @@
 Sockets of the link: a ROUTER that sends to the workers, and a PULL that receives from them. A simulation replaces
 them.
 
-Connection of the link to one incarnation of a worker.
+Connection of the link to one process of a worker.
 """
 
 import asyncio
@@ -271,7 +271,7 @@ class Transport:
 
         Its Hello may arrive before its connection to the ROUTER, so sending is retried.
         """
-        log.warning("refused worker %s#%d (pid %d): not an expected incarnation", hello.worker, hello.epoch, hello.pid)
+        log.warning("refused worker %s#%d (pid %d): not the expected process", hello.worker, hello.epoch, hello.pid)
         self._dismiss(hello, is_wanted, DISMISS_ATTEMPTS)
 
     def _dismiss(self, hello: Hello, is_wanted: Callable[[Hello], bool], attempts: int) -> None:

@@ -33,7 +33,7 @@ from protocol.to_worker import ChatPrompt, Media
 IN_FLIGHT_BYTES_MAX: Final = 512 * 1024 * 1024
 
 
-def share_bytes(limit_bytes: int, has_others: bool) -> int:
+def quota_bytes(limit_bytes: int, has_others: bool) -> int:
     """Return the limit for one key. If there are other keys, it is half of the bytes, but at least as many as one
     request may send.
     """
@@ -58,7 +58,7 @@ class InFlightBytes:
         limit = self.limit_bytes
         if self.numbers.used_bytes + size_bytes > limit:
             self._refuse("The media of the requests that run fill the memory set aside for them. Try again later.")
-        if self._held[owner] + size_bytes > share_bytes(limit, self._has_others()):
+        if self._held[owner] + size_bytes > quota_bytes(limit, self._has_others()):
             self._refuse("The media of this key's requests fill its share of the memory for media. Try again later.")
         self.numbers.used_bytes += size_bytes
         self._held[owner] += size_bytes

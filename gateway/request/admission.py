@@ -67,14 +67,14 @@ class Admission:
 
     @contextmanager
     def lease(
-        self, model: ModelConfig, sequences: int = 1, key: str | None = None, share: int = 100
+        self, model: ModelConfig, sequences: int = 1, key: str | None = None, quota_percent: int = 100
     ) -> Generator[None, None, None]:
-        """Lease room for `sequences` of `model` within this context. The key may use `share` percent of the model's
+        """Lease room for `sequences` of `model` within this context. The key may use `quota_percent` of the model's
         queue.
 
         Raises `BadRequest`, `Overloaded` or `Unavailable`.
         """
-        queue = self._admit(model, sequences, key or "", share)
+        queue = self._admit(model, sequences, key or "", quota_percent)
         started = self._clock()
         try:
             with self._inside(queue, sequences, key or ""):
@@ -85,7 +85,7 @@ class Admission:
 
     @contextmanager
     def tokenize_call(
-        self, model: ModelConfig, key: str | None = None, share: int = 100
+        self, model: ModelConfig, key: str | None = None, quota_percent: int = 100
     ) -> Generator[None, None, None]:
         """Lease a place in the queue of `model` to count or decode tokens. Raises `Overloaded` or `Unavailable`."""
         calls = self._tokenize_calls
@@ -97,7 +97,7 @@ class Admission:
             )
         name = key or ""
         # The duration does not change the average, which covers only generations.
-        with self._inside(self._admit(model, 1, name, share), 1, name):
+        with self._inside(self._admit(model, 1, name, quota_percent), 1, name):
             calls[name] += 1
             try:
                 yield
@@ -113,14 +113,14 @@ class Admission:
             reason = "The server is shutting down." if self.is_draining else "The server was drained by its operator."
             raise Unavailable(reason, DRAIN_RETRY_AFTER_S, "draining")
 
-    def check(self, model: ModelConfig, sequences: int, share: int = 100) -> None:
-        """Raises `BadRequest` if the request has more sequences than the model's queue, or the key's share of it, can
+    def check(self, model: ModelConfig, sequences: int, quota_percent: int = 100) -> None:
+        """Raises `BadRequest` if the request has more sequences than the model's queue, or the key's quota of it, can
         ever hold.
         """
-        most = _part(self.bound(model), share)
+        most = _part(self.bound(model), quota_percent)
         if sequences > most:
             self._reject(model.name, "too_many_sequences")
-            whose = model.name if share == 100 else f"{model.name}, for one key,"
+            whose = model.name if quota_percent == 100 else f"{model.name}, for one key,"
             raise BadRequest(f"{sequences} sequences in one request; {whose} takes at most {most}.", "n")
 
     @property
@@ -152,19 +152,19 @@ class Admission:
             if not queue.by_key[key]:
                 del queue.by_key[key]
 
-    def _admit(self, model: ModelConfig, sequences: int, key: str, share: int) -> _Queue:
+    def _admit(self, model: ModelConfig, sequences: int, key: str, quota_percent: int) -> _Queue:
         queue, bound = self._queues[model.name], self.bound(model)
         self.check_open(model.name)
-        self.check(model, sequences, share)
+        self.check(model, sequences, quota_percent)
         if queue.inside + sequences > bound:
             self._reject(model.name, "queue_full")
             raise Overloaded(
                 f"The queue of {model.name} is full ({queue.inside} of {bound}). Try again later.",
                 queue.retry_after_s(model.slots),
             )
-        most = _part(bound, share)
+        most = _part(bound, quota_percent)
         own = queue.by_key[key]
-        if share < 100 and own + sequences > most:
+        if quota_percent < 100 and own + sequences > most:
             self._reject(model.name, "key_share")
             raise Overloaded(
                 f"This key has {own} of the {most} places in the queue of {model.name} that one key may have. "
@@ -178,8 +178,8 @@ class Admission:
             self._on_rejection(model, reason)
 
 
-def _part(bound: int, share: int) -> int:
-    return max(1, bound * share // 100)
+def _part(bound: int, quota_percent: int) -> int:
+    return max(1, bound * quota_percent // 100)
 
 
 POLL_S: Final = 0.25

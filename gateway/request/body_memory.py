@@ -34,7 +34,7 @@ def memory_bytes(server: ServerConfig) -> int:
     return max(part_of_machine_bytes(), server.max_body_bytes)
 
 
-def share_bytes(server: ServerConfig, has_others: bool) -> int:
+def quota_bytes(server: ServerConfig, has_others: bool) -> int:
     """Return the memory limit of one key's bodies.
 
     If there are other keys, it is half of the limit of all bodies, but at least two bodies of the maximum size.
@@ -57,13 +57,13 @@ class Bodies:
 
     The received part of a body is counted until the body's request has ended, because the decoded body lives as long.
     Requests that must wait for memory get it in order of arrival, small bodies before large ones. A request whose key
-    has used up its share does not delay the requests of other keys.
+    has used up its quota does not delay the requests of other keys.
     """
 
-    def __init__(self, limit_bytes: Callable[[], int], share_bytes: Callable[[], int] | None = None) -> None:
-        """`limit_bytes` returns the limit of all owners together; `share_bytes` returns that of one owner."""
+    def __init__(self, limit_bytes: Callable[[], int], quota_bytes: Callable[[], int] | None = None) -> None:
+        """`limit_bytes` returns the limit of all owners together; `quota_bytes` returns that of one owner."""
         self._limit_bytes = limit_bytes
-        self._share_bytes = share_bytes or limit_bytes
+        self._quota_bytes = quota_bytes or limit_bytes
         self._thread = ThreadPoolExecutor(1, "bodies")
         self._small: deque[_Wait] = deque()
         self._large: deque[_Wait] = deque()
@@ -123,7 +123,7 @@ class Bodies:
 
     def largest_bytes(self) -> int:
         """Return the size of the largest body that the limits allow."""
-        return min(self._limit_bytes(), self._share_bytes())
+        return min(self._limit_bytes(), self._quota_bytes())
 
     def give_back(self, owner: str, size_bytes: int) -> None:
         self.numbers.used_bytes -= size_bytes
@@ -136,20 +136,20 @@ class Bodies:
         return self.numbers.used_bytes + size_bytes <= self._limit_bytes()
 
     def _may_hold(self, owner: str, size_bytes: int) -> bool:
-        return self._held[owner] + size_bytes <= self._share_bytes()
+        return self._held[owner] + size_bytes <= self._quota_bytes()
 
     def _take(self, owner: str, size_bytes: int) -> None:
         self.numbers.used_bytes += size_bytes
         self._held[owner] += size_bytes
 
     def _admit(self) -> None:
-        at_share: set[str] = set()
+        at_quota: set[str] = set()
         for waiting in (self._small, self._large):
             for entry in list(waiting):
-                if entry.room.done() or entry.owner in at_share:
+                if entry.room.done() or entry.owner in at_quota:
                     continue
                 if not self._may_hold(entry.owner, entry.size_bytes):
-                    at_share.add(entry.owner)
+                    at_quota.add(entry.owner)
                     continue
                 if not self._fits(entry.size_bytes):
                     return

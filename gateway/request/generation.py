@@ -19,11 +19,11 @@ from gateway.access.caller import is_of_batch_class
 from gateway.access.rate_limit import Meter, UsageCharge
 from gateway.config.settings import ModelConfig
 from gateway.errors import FULL_RETRY_AFTER_S, ApiError, BadRequest, Cancelled, Unavailable, from_failure
-from gateway.link.collector import Collector, Relay
+from gateway.link.collector import Collector, OnUnread
 from gateway.media.modalities import likely_tokens
 from gateway.request.body_memory import BodyLease
 from gateway.request.opener import LOST, Opener, Runtime
-from gateway.request.record import Header, RequestRecord, relaxed_header, truncated_header
+from gateway.request.record import Header, RequestRecord, deviations_header, truncated_header
 from protocol.checkpoint import TEXT
 from protocol.codec import BYTES_PER_TOKEN, prompt_bytes
 from protocol.failures import Code, Failure
@@ -69,7 +69,7 @@ class TokenAccounting:
         # Error of a failed request. It is set once all output before the failure has been returned.
         self.failure: ApiError | None = None
 
-    def book(self, deltas: list[Delta]) -> list[Delta]:
+    def record(self, deltas: list[Delta]) -> list[Delta]:
         """Count new deltas and return those that the client gets.
 
         A delta that ends in ERROR or ABORT becomes `failure` instead.
@@ -87,7 +87,7 @@ class TokenAccounting:
                     self._on_first_token(now)
                 newest[rid] = now
             has_end = has_end or delta.finish is not None
-        return self._book_ends(deltas) if has_end else deltas
+        return self._record_ends(deltas) if has_end else deltas
 
     @property
     def is_complete(self) -> bool:
@@ -110,8 +110,8 @@ class TokenAccounting:
         """Charge the reported usage. For sequences that did not end, charge the tokens that are known."""
         record = self._record
         prompt, cached, completion = self._known(collector)
-        self._ledger.book(record.caller.key or "", self._model.name, self._sequences, prompt, cached, completion)
-        record.is_booked = True
+        self._ledger.record(record.caller.key or "", self._model.name, self._sequences, prompt, cached, completion)
+        record.is_recorded = True
         if usage is not None:
             usage.prompt, usage.completion = prompt, completion
 
@@ -130,7 +130,7 @@ class TokenAccounting:
             if not self._record.is_of_batch_class:
                 self._numbers.ttft.observe(self._record.first_token_s)
 
-    def _book_ends(self, deltas: list[Delta]) -> list[Delta]:
+    def _record_ends(self, deltas: list[Delta]) -> list[Delta]:
         """Count the terminal deltas among `deltas`, and return the deltas without a failure."""
         good: list[Delta] = []
         for delta in deltas:
@@ -143,7 +143,7 @@ class TokenAccounting:
                     good.append(msgspec.structs.replace(delta, finish=None, usage=None, failure=None))
             else:
                 good.append(delta)
-            self._book_end(delta, _FINISHES[delta.finish])
+            self._record_end(delta, _FINISHES[delta.finish])
         return good
 
     def _note_failure(self, failure: Failure) -> None:
@@ -151,7 +151,7 @@ class TokenAccounting:
             self.failure = self.cancelled or from_failure(failure, is_operator=self._record.caller.is_admin)
             self._record.detail = failure.detail
 
-    def _book_end(self, delta: Delta, finish: str) -> None:
+    def _record_end(self, delta: Delta, finish: str) -> None:
         self.ended.add(delta.rid)
         self._numbers.sequence_ended(finish, delta.usage)
         record = self._record
@@ -294,7 +294,7 @@ class Generation:
                 # Such a request takes no place in a queue from others, and no part of its key's rates.
                 runtime.admission.check_open(model.name)
             else:
-                held.enter_context(runtime.admission.lease(model, count, caller.key, caller.queue_share))
+                held.enter_context(runtime.admission.lease(model, count, caller.key, caller.queue_quota_percent))
             if caller.meter is not None:
                 estimate = _estimate(caller.meter, self._generates, record)
                 hold = caller.meter.hold_budget if record.is_of_batch_class else caller.meter.hold
@@ -368,7 +368,7 @@ class Generation:
     def headers(self) -> list[Header]:
         """Headers of the answer that are known so far."""
         collector = self.collector
-        return [*self.record.headers, *relaxed_header(collector.relaxed), *truncated_header(collector.left_out)]
+        return [*self.record.headers, *deviations_header(collector.deviations), *truncated_header(collector.truncated)]
 
     @property
     def cached_tokens(self) -> int:
@@ -431,17 +431,17 @@ class Generation:
         if not self.opener.interrupt(error):
             self._runtime.link.stop(self.collector.rids, reason)
 
-    async def read(self, timeout_s: float | None = None, on_unread: Relay | None = None) -> list[Delta]:
+    async def read(self, timeout_s: float | None = None, on_unread: OnUnread | None = None) -> list[Delta]:
         """Return new output, or nothing on timeout. A delta that ends in ERROR or ABORT becomes the `failure` of
         `accounting` instead. `open` or `open_now` comes first.
 
         While the task waits, new output calls `on_unread` instead of waking the task: see `Collector.read_deltas`.
         """
-        return self.accounting.book(await self.collector.read_deltas(timeout_s, on_unread))
+        return self.accounting.record(await self.collector.read_deltas(timeout_s, on_unread))
 
     def read_now(self) -> list[Delta]:
         """Return new output without waiting. Used by an `on_unread`."""
-        return self.accounting.book(self.collector.read_deltas_nowait())
+        return self.accounting.record(self.collector.read_deltas_nowait())
 
     async def compare(self) -> None:
         """Compare the prompt with an earlier one, if the client has asked for it and the worker knows it by now."""

@@ -232,7 +232,7 @@ class RequestRecord:
     resumes: int = 0
     outcome: str = ""
     # Whether the ledger has counted the request.
-    is_booked: bool = False
+    is_recorded: bool = False
     detail: str = ""
     caller: Caller = NOBODY
     # Whether the request is a chat whose next turn the worker can prefill.
@@ -294,7 +294,7 @@ def with_ignored(headers: Sequence[Header], names: Sequence[str]) -> list[Header
     return [*others, (IGNORED, b", ".join(values))] if values else others
 
 
-def relaxed_header(names: Sequence[str]) -> list[Header]:
+def deviations_header(names: Sequence[str]) -> list[Header]:
     """Return the header `x-mlxd-relaxed`, which lists how the answer deviates from the request.
 
     It names keywords of a schema that were not enforced, a video shown as images, and approximations of the model, such
@@ -303,9 +303,9 @@ def relaxed_header(names: Sequence[str]) -> list[Header]:
     return _names_header(b"x-mlxd-relaxed", names)
 
 
-def truncated_header(left_out: tuple[int, int]) -> list[Header]:
+def truncated_header(truncated: tuple[int, int]) -> list[Header]:
     """Return the header `x-mlxd-truncated`: how many turns and tokens were left out of a prompt that was too long."""
-    turns, tokens = left_out
+    turns, tokens = truncated
     return [(b"x-mlxd-truncated", f"{turns};{tokens}".encode())] if tokens else []
 
 

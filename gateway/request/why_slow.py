@@ -276,7 +276,7 @@ class Diagnosis:
         self.other: RecentRequest | None = found if is_own else None
         self.explained: Explained | None = None
         # Whether there is nothing to wait for any more.
-        self.is_settled = self.other is None or self.is_other_model
+        self.is_final = self.other is None or self.is_other_model
 
     @property
     def is_other_model(self) -> bool:
@@ -285,15 +285,15 @@ class Diagnosis:
     async def run(self, rid: int, epoch: int) -> None:
         """Compare the prompts, once the request's worker knows both."""
         other = self.other
-        if self.is_settled or other is None:
+        if self.is_final or other is None:
             return
         if other.epoch != epoch or not other.rid:
-            self.is_settled = True
+            self.is_final = True
             return
         self.explained = await ask_worker(
             self._runtime, other.model, epoch, rid, other.rid, shows_text=True, crosses_salts=False
         )
-        self.is_settled = self.explained is not None
+        self.is_final = self.explained is not None
 
     @property
     def difference(self) -> MissCause | None:

@@ -385,7 +385,7 @@ class Metrics:
         # Requests of batches that have ended, by outcome, and the number of those that wait to be run.
         self.batch_requests: Counter[str] = Counter()
         self.batch_requests_waiting: Callable[[], int] = int
-        self.pace_duty: Callable[[], float] = lambda: 1.0
+        self.gpu_duty_ratio: Callable[[], float] = lambda: 1.0
         self.unacked_aborts: Callable[[], int] = int
         self.audit_lines_lost: Callable[[], int] = int
 

@@ -186,7 +186,7 @@ def _of_gateway(metrics: Metrics) -> Iterator[Metric]:
     yield _gauge("build_info", "Version of the running daemon.", ["version"], [([protocol.__version__], 1)])
     bodies, media = metrics.body_numbers, metrics.media_numbers
     for name, text, value in (
-        ("stale_messages", "Messages of earlier worker incarnations, dropped.", metrics.stale_messages),
+        ("stale_messages", "Messages of earlier worker processes, dropped.", metrics.stale_messages),
         ("malformed_frames", "Frames from workers that could not be decoded, dropped.", metrics.malformed_frames),
         ("unhandled_errors", "Requests that failed by an internal error of the gateway.", metrics.unhandled_errors),
         ("log_records_dropped", "Log lines lost because stderr or the disk did not keep up.", dropped_records()),
@@ -206,10 +206,11 @@ def _of_gateway(metrics: Metrics) -> Iterator[Metric]:
         yield _counter(name, text, [], [([], value)])
     for name, text, value in (
         (
-            "pace_duty",
+            "gpu_duty_ratio",
             "Part of the time in which workers compute; below 1 it leaves the rest to this machine's display.",
-            metrics.pace_duty(),
+            metrics.gpu_duty_ratio(),
         ),
+        ("pace_duty", "Deprecated: the same as `mlxd_gpu_duty_ratio`.", metrics.gpu_duty_ratio()),
         (
             "unacked_aborts",
             "Aborted sequences whose worker has not confirmed the end yet.",
@@ -353,7 +354,7 @@ def _of_memory(view: MemoryView) -> Iterator[Metric]:
     ):
         yield _gauge(f"memory_{name}_bytes", text, [], [([], value)])
     shares = [([model], memory.share_bytes) for model, memory in view.models.items()]
-    yield _gauge("model_memory_granted_bytes", "Memory granted to a model, its share of the budget.", ["model"], shares)
+    yield _gauge("model_memory_granted_bytes", "Memory granted to a model, its part of the budget.", ["model"], shares)
     footprints = [([model], memory.footprint_bytes) for model, memory in view.models.items()]
     text = "Memory of a model's process, as measured from outside."
     yield _gauge("model_memory_footprint_bytes", text, ["model"], footprints)

@@ -172,9 +172,9 @@ class LogTail(logging.Handler):
         if self._viewers == 0:
             for name in OURS:
                 logging.getLogger(name).removeHandler(self)
-            self.take()
+            self.read_lines()
 
-    def take(self) -> LogLines | None:
+    def read_lines(self) -> LogLines | None:
         """Return the lines since the last call; None if there are none."""
         self.acquire()
         try:
@@ -383,7 +383,7 @@ class Feed:
             await asyncio.sleep(INTERVAL_S)
             self._end_some()
             self._send_changes()
-            if (lines := self._log.take()) is not None:
+            if (lines := self._log.read_lines()) is not None:
                 event = _event("log", lines)
                 for viewer in self._viewers:
                     if viewer.wants_log:

@@ -1,1 +1,1 @@
-"""Supervision of the workers: the pool of all models, the state machine of each, and their shares of memory."""
+"""Supervision of the workers: the pool of all models, the state machine of each, and their grants of memory."""

@@ -59,7 +59,7 @@ def adoption_refusal(survivor: Survivor, wanted: WorkerSpec | None) -> AdoptionR
     if wanted is None:
         return AdoptionRefusal("its model is not configured")
     if spec is None:
-        return AdoptionRefusal(f"{survivor.problem}, and its model is loaded again", True)
+        return AdoptionRefusal(f"{survivor.reason}, and its model is loaded again", True)
     if spec.group is not None and not is_local(spec.group):
         return AdoptionRefusal("ranks of it on other machines have ended with the gateway before", True)
     return None if loads_alike(spec, wanted) else AdoptionRefusal("its configuration has changed")

@@ -37,12 +37,12 @@ FULL: Final = SetPace()
 # A machine without input for this time is not in use.
 AWAY_S: Final = 60.0
 # Fraction of the time in which models may compute while the machine is in use.
-DUTY: Final = 0.8
+DUTY_CYCLE: Final = 0.8
 # Fraction of the time in which models may compute while the machine is in use on battery.
-BATTERY_DUTY: Final = 0.6
+BATTERY_DUTY_CYCLE: Final = 0.6
 # Maximum fraction of the time in which models may compute, by thermal state. It also applies while the machine is not
 # in use.
-HOT_DUTY: Final[dict[Thermal, float]] = {"nominal": 1.0, "serious": 0.7, "critical": 0.5}
+HOT_DUTY_CYCLE: Final[dict[Thermal, float]] = {"nominal": 1.0, "serious": 0.7, "critical": 0.5}
 # Maximum duration of a tick with prefill while the machine is in use.
 TICK_MS: Final = 60
 # Maximum number of prompt tokens per row in a tick while the machine is in use.
@@ -80,10 +80,10 @@ def pace(mode: Desktop, state: DesktopState | None) -> SetPace:
     if mode is False or (state is None and mode is not True):
         return FULL
     state = state or DesktopState()
-    hot = HOT_DUTY[state.thermal]
+    hot = HOT_DUTY_CYCLE[state.thermal]
     if mode is not True and (not state.display_on or state.idle_s >= AWAY_S):
         return SetPace(hot) if hot < 1.0 else FULL
-    return SetPace(min(hot, BATTERY_DUTY if state.on_battery else DUTY), TICK_MS, CHUNK_TOKENS)
+    return SetPace(min(hot, BATTERY_DUTY_CYCLE if state.on_battery else DUTY_CYCLE), TICK_MS, CHUNK_TOKENS)
 
 
 class DesktopProbe:
@@ -154,7 +154,7 @@ class DesktopWatch:
         self._read_at = float("-inf")
         # Last pace that was sent to each model's worker, with the worker's epoch.
         self._sent: dict[str, tuple[int, SetPace]] = {}
-        self.duty = 1.0
+        self.duty_cycle = 1.0
 
     async def run(self) -> None:
         """Update the pace about once a second, until cancelled."""
@@ -175,17 +175,17 @@ class DesktopWatch:
             self._state = await asyncio.to_thread(self._probe.read)
         command = pace(mode, self._state)
         may_keep_warm = self._state is None or not self._state.on_battery
-        if command.duty != self.duty:
-            log.info("workers compute for %.0f %% of the time", 100 * command.duty)
-        self.duty = command.duty
+        if command.duty_cycle != self.duty_cycle:
+            log.info("workers compute for %.0f %% of the time", 100 * command.duty_cycle)
+        self.duty_cycle = command.duty_cycle
         for worker in workers:
             # The pace of an adopted worker is unknown: an earlier gateway may have changed it.
-            before = None if worker.incarnation.is_adopted else FULL
+            before = None if worker.process.is_adopted else FULL
             epoch, sent = self._sent.get(worker.name, (0, FULL))
             if epoch == worker.epoch:
                 before = sent
             own = command if may_keep_warm or worker.name not in warm else replace(command, may_keep_warm=False)
-            if before != own and worker.incarnation.send(own):
+            if before != own and worker.process.send(own):
                 self._sent[worker.name] = worker.epoch, own
 
 

@@ -67,7 +67,7 @@ def resident(pool: Running) -> set[str]:
 
 
 async def had_its_turn(r: Running, name: str) -> None:
-    ready_at = r.pool.worker(name).incarnation.ready_at
+    ready_at = r.pool.worker(name).process.ready_at
     await until(lambda: time.monotonic() - ready_at > QUICK.residency_s)
 
 
@@ -177,7 +177,7 @@ async def test_a_loan_is_called_back_before_a_model_is_unloaded(home: Path) -> N
         assert memory.granted_bytes <= memory.budget_bytes
         assert memory.models["a"].share_bytes < alone.share_bytes
         assert first.stats is not None
-        assert first.stats.share_bytes == memory.models["a"].share_bytes
+        assert first.stats.granted_bytes == memory.models["a"].share_bytes
 
 
 async def test_a_worker_that_grows_is_asked_for_less_and_at_last_started_anew_without_losing_a_stream(
@@ -206,7 +206,7 @@ async def test_a_short_machine_refuses_new_requests_at_last_and_takes_them_again
         worker = await r.ready("a")
         stream = r.generate(worker, max_tokens=250)
         machine.left = 0
-        await until(lambda: worker.incarnation.overload is not None, 30)
+        await until(lambda: worker.process.overload is not None, 30)
         (refused,) = await read_all(r.generate(worker))
         assert refused.failure is not None
         assert refused.failure.code is Code.OUT_OF_MEMORY
@@ -215,7 +215,7 @@ async def test_a_short_machine_refuses_new_requests_at_last_and_takes_them_again
         machine.left = 1 << 40
         assert finish_of(await read_all(stream)) is Finish.LENGTH
         await r.pool.restart("a")
-        assert worker.incarnation.overload is None, "another process, another memory"
+        assert worker.process.overload is None, "another process, another memory"
 
 
 @pytest.mark.soak

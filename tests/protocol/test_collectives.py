@@ -4,7 +4,7 @@ import json
 
 from mlx._distributed_utils.common import Host, Hostfile  # pyright: ignore[reportMissingTypeStubs]
 
-from protocol.collectives import VARIABLES, environment, has_mesh, ring_problem
+from protocol.collectives import VARIABLES, broken_ring_reason, environment, has_mesh
 
 LINKS = [["10.0.0.1:5000"], ["10.0.0.2:5000"]]
 MESH = [[None, "rdma_en5", "rdma_en4"], ["rdma_en5", None, "rdma_en3"], ["rdma_en4", "rdma_en3", None]]
@@ -43,7 +43,7 @@ def test_four_machines_in_a_circle_are_a_ring_of_jaccl_and_no_mesh() -> None:
 
 def test_a_missing_cable_is_named() -> None:
     broken = [[None, "rdma_en5", None], ["rdma_en5", None, None], [None, "rdma_en3", None]]
-    assert ring_problem(broken) == "JACCL: rank 0 has no device towards rank 2"
+    assert broken_ring_reason(broken) == "JACCL: rank 0 has no device towards rank 2"
 
 
 def test_nccl_has_the_address_of_rank_0() -> None:

@@ -17,7 +17,7 @@ OPS: list[g.Op] = [
     g.RemoveRow(1 << 62),
     g.ResizeCache(1 << 40, 1, 2, 3),
     g.ClearCache(),
-    g.SettleMemory(),
+    g.StoreEnded(),
     SetMemory(1 << 40, 0.5, 0.25),
     Shutdown(),
 ]

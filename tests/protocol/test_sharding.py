@@ -11,7 +11,7 @@ import mlx_lm.utils
 import pytest
 from mlx_lm.models.pipeline import PipelineMixin
 
-from protocol.group import NCCL, PIPELINE, PIPELINE_TYPES, RING, TENSOR, TENSOR_TYPES, refusal, resolve
+from protocol.group import NCCL, PIPELINE, PIPELINE_TYPES, RING, TENSOR, TENSOR_TYPES, indivisible_reason, resolve
 
 MODELS = Path(mlx_lm.models.__path__[0])
 BASE: dict[str, Any] = {
@@ -76,7 +76,7 @@ def test_the_types_that_can_be_divided_are_those_of_mlx_lm() -> None:
 def test_what_cannot_be_divided_is_refused_with_its_reason(
     changes: dict[str, Any], parallel: str, ranks: int, words: str
 ) -> None:
-    reason = refusal(BASE | changes, parallel, ranks)
+    reason = indivisible_reason(BASE | changes, parallel, ranks)
     assert (words in reason) if words else reason == ""
 
 
@@ -84,4 +84,4 @@ def test_auto_is_a_pipeline_over_a_ring_and_tensors_over_nccl() -> None:
     assert resolve({"model_type": "qwen2"}, "auto", "auto", has_cuda=False) == (PIPELINE, RING)
     assert resolve({"model_type": "qwen3"}, "auto", "auto", has_cuda=False) == (TENSOR, RING)
     assert resolve({"model_type": "qwen2"}, "auto", "auto", has_cuda=True) == (TENSOR, NCCL)
-    assert "cannot send" in refusal(BASE | {"model_type": "qwen2"}, PIPELINE, 2, NCCL)
+    assert "cannot send" in indivisible_reason(BASE | {"model_type": "qwen2"}, PIPELINE, 2, NCCL)

@@ -25,7 +25,7 @@ def kept(model: str = "m", key: str = KEY, path: str = "org/m") -> TimingProfile
 
 
 def test_what_is_written_is_read_again_and_half_a_file_is_never_there(tmp_path: Path) -> None:
-    folder = tmp_path / "state" / "wisdom"
+    folder = tmp_path / "state" / "timings"
     timing_profile.write(folder, kept())
     file = timing_profile.file_of(folder, "m", KEY)
     assert timing_profile.read(file) == kept()
@@ -81,11 +81,23 @@ def test_the_newest_file_of_a_model_is_found_and_none_of_another(tmp_path: Path)
 
 
 def test_names_of_models_are_no_paths(tmp_path: Path) -> None:
-    folder = tmp_path / "wisdom"
+    folder = tmp_path / "timings"
     for name in ("org/m", "../../m", "é" * 200, ".hidden"):
         timing_profile.write(folder, kept(model=name))
         assert timing_profile.read(timing_profile.file_of(folder, name, KEY)).model == name
-    assert [each.name for each in tmp_path.iterdir()] == ["wisdom"]
+    assert [each.name for each in tmp_path.iterdir()] == ["timings"]
+
+
+def test_profiles_in_the_folder_of_a_former_version_are_moved_unless_there_are_newer_ones(tmp_path: Path) -> None:
+    former = tmp_path / "state" / "wisdom"
+    timing_profile.move_former_folder(tmp_path)
+    timing_profile.write(former, kept())
+    timing_profile.move_former_folder(tmp_path)
+    assert timing_profile.newest(timing_profile.profiles_dir(tmp_path), "m", "org/m") is not None
+    assert not former.exists()
+    timing_profile.write(former, kept(model="other"))
+    timing_profile.move_former_folder(tmp_path)
+    assert timing_profile.newest(timing_profile.profiles_dir(tmp_path), "m", "org/m") is not None
 
 
 def test_files_of_former_versions_do_not_pile_up(tmp_path: Path) -> None:

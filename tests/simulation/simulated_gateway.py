@@ -190,7 +190,7 @@ class SimulatedGateway:
         the keys' limits of concurrency nor the deadlines are exceeded.
         """
         broker, admission = self.pool.broker, self.app.services.admission
-        shares = {name: allocation.share for name, allocation in broker.allocations.items()}
+        shares = {name: allocation.memory_bytes for name, allocation in broker.allocations.items()}
         # A worker that takes more than its share keeps what it has, if it does not give it back in time.
         if sum(shares.values()) > budget and "lies" not in self.world.faults:
             raise Violated(f"the shares {shares} exceed the budget {budget}")

@@ -108,7 +108,7 @@ class SimulatedWorker:
         self.world = process.world
         self.spec = process.spec
         self.epoch = process.spec.epoch
-        self.share = process.spec.memory_bytes
+        self.memory_bytes = process.spec.memory_bytes
         # Memory that it holds, and what it takes beyond its share.
         self.own_bytes = _WEIGHTS // 2
         self.rows: dict[int, Row] = {}
@@ -132,7 +132,7 @@ class SimulatedWorker:
 
     def _resize(self) -> None:
         if self.is_ready:
-            before, self.own_bytes = self.own_bytes, min(self.share or 4 * _WEIGHTS, _WEIGHTS * 3)
+            before, self.own_bytes = self.own_bytes, min(self.memory_bytes or 4 * _WEIGHTS, _WEIGHTS * 3)
             self.world.own_bytes += self.own_bytes - before
 
     # -- load ----------------------------------------------------------------------------------------------------------
@@ -208,8 +208,8 @@ class SimulatedWorker:
                 self.drain_at = self.world.loop.time() + deadline_s
                 self.process.later(deadline_s, self.check_drain)
                 self.check_drain()
-            case SetMemory(share_bytes=share):
-                self.share = share
+            case SetMemory(memory_bytes=memory_bytes):
+                self.memory_bytes = memory_bytes
                 self._resize()
             case Shutdown():
                 self.shut_down()
@@ -377,7 +377,7 @@ class SimulatedWorker:
             0,
             0,
             generation_tokens=self.generated,
-            share_bytes=self.share,
+            granted_bytes=self.memory_bytes,
         )
 
     def send_step(self, deltas: list[Delta]) -> None:

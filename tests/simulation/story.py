@@ -614,9 +614,9 @@ class Story:
         return {name: limits.concurrency for name, limits in self._limits.items()}
 
     def _check_books(self) -> None:
-        """Check what the last gateway has booked. Background responses that it has resumed had a minute of another."""
+        """Check what the last gateway recorded. Background responses that it has resumed had a minute of another."""
         rpm = {} if self._background_count else {name: limits.rpm for name, limits in self._limits.items()}
-        # An upstream's usage is booked to the model in whose place it answers, and may be any number.
+        # An upstream's usage is recorded to the model in whose place it answers, and may be any number.
         self.gateway.books.check(set() if self._has_upstream else {*MODELS}, rpm)
 
     def _trouble(self) -> Trouble:

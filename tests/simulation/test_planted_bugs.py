@@ -87,14 +87,14 @@ def aborts_are_not_sent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Transport, "try_send", send_)
 
 
-def usage_is_booked_twice(patch: pytest.MonkeyPatch) -> None:
-    book = Ledger.book
+def usage_is_recorded_twice(patch: pytest.MonkeyPatch) -> None:
+    record = Ledger.record
 
-    def book_(self: Ledger, *usage: Any) -> None:
-        book(self, *usage)
-        book(self, *usage)
+    def record_(self: Ledger, *usage: Any) -> None:
+        record(self, *usage)
+        record(self, *usage)
 
-    patch.setattr(Ledger, "book", book_)
+    patch.setattr(Ledger, "record", record_)
 
 
 def deadlines_have_no_timer(patch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def revoked_keys_stay_valid(patch: pytest.MonkeyPatch) -> None:
 FOUND_AT_ONCE: Sequence[tuple[Plant, str]] = (
     (leases_of_unopened_requests_are_kept, "left behind: .*'admitted'"),
     (sequences_of_a_key_never_go_down, "sequences of (alice|bob)"),
-    (usage_is_booked_twice, "is booked|are booked|the ledger has"),
+    (usage_is_recorded_twice, "is recorded|are recorded|the ledger has"),
 )
 BUGS: Sequence[tuple[Plant, str]] = (
     (first_delta_after_a_failover_is_dropped, "is not the model's answer|are counted|finished as"),

@@ -1,4 +1,4 @@
-"""Usage of the keys as a simulated gateway has booked it, compared with what workers generated and clients received."""
+"""Usage of the keys as a simulated gateway recorded it, compared with what workers generated and clients received."""
 
 from collections import Counter
 
@@ -42,7 +42,7 @@ class UsageBooks:
         return sums
 
     def check(self, local: set[str], rpm: dict[str, int]) -> None:
-        """Check what was booked once no request runs. `local` are the models whose tokens are those of workers alone;
+        """Check what was recorded once no request runs. `local` are the models whose tokens are those of workers alone;
         `rpm` has the limits of the keys all of whose sequences were requests to this life of the gateway.
         """
         ledger, meters = self._ledger(), self._meters()
@@ -61,14 +61,14 @@ class UsageBooks:
                 continue
             most = generated[key, model] if kind == "completion" else PROMPT_TOKENS * sequences[key, model]
             if kind != "requests" and count > most:
-                raise Violated(f"{count} {kind} tokens of {model} are booked to {key}, and workers had {most}")
+                raise Violated(f"{count} {kind} tokens of {model} are recorded to {key}, and workers had {most}")
         for (key, kind), count in meters.items():
             if count != by_key[key, kind]:
                 raise Violated(f"the meter of {key} has {count} {kind} tokens, the ledger has {by_key[key, kind]}")
         if local:
             for key, count in self.received.items():
                 if by_key[key, "completion"] < count:
-                    raise Violated(f"{by_key[key, 'completion']} tokens are booked to {key}, which got {count}")
+                    raise Violated(f"{by_key[key, 'completion']} tokens are recorded to {key}, which got {count}")
         for key, limit in rpm.items():
             most = limit * (1 + (self._world.loop.time() - self._began_at) / 60)
             if limit and by_key[key, "requests"] > most:

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from random import Random
 
 from gateway.link.transport import WorkerGone
-from gateway.workers.supervisor.registry import Registry, Survivor, WorkerProcess, WorkerRecord
+from gateway.workers.supervisor.registry import ProcessIdentity, Registry, Survivor, WorkerRecord
 from gateway.workers.supervisor.state import WorkerPort
 from protocol.failures import Failure
 from protocol.spec import WorkerSpec
@@ -400,7 +400,7 @@ class ProcessTable:
     def running(self) -> list[Survivor]:
         return [
             Survivor(
-                process.spec.name, WorkerProcess(pid=process.pid, epoch=process.spec.epoch, argv=process.argv), None
+                process.spec.name, ProcessIdentity(pid=process.pid, epoch=process.spec.epoch, argv=process.argv), None
             )
             for process in self.world.alive()
         ]
@@ -409,7 +409,7 @@ class ProcessTable:
         self.world.note(f"adopt {survivor.name}#{survivor.process.epoch}")
         return Port(self, self.world.processes[survivor.process.pid], is_adopted=True)
 
-    def mismatch(self, process: WorkerProcess) -> str:
+    def mismatch(self, process: ProcessIdentity) -> str:
         current = self.world.processes.get(process.pid)
         if current is None or not current.is_alive:
             return "it has ended"

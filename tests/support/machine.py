@@ -164,7 +164,7 @@ class FakeWorld:
         self.resumed: list[tuple[int, int]] = []
         self.is_unreachable = False
         self.spawn_error: OSError | None = None
-        self.share_bytes = 0
+        self.memory_bytes = 0
         self.denial: Failure | None = None
         self.admission_error: Exception | None = None
         self.entries: list[State] = []
@@ -197,7 +197,7 @@ class FakeWorld:
             raise self.admission_error
         if self.denial is not None:
             raise ModelUnavailable(self.denial)
-        return self.share_bytes
+        return self.memory_bytes
 
     def entered(self, model: str, state: State) -> None:
         self.entries.append(state)

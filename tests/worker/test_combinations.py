@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from tests.support.combined import CHANGING, DRAFTERS, ROWS, Asked, Models, asked, model_of, settings
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.scale import scaled
-from tests.worker.engine.test_riding import generated
+from tests.worker.engine.test_fused_prefill import generated
 from tests.worker.structured.test_drafted_rows import Free
 from worker.engine.scheduling import kv_budget
 from worker.errors import LoadFailed
@@ -235,7 +235,7 @@ def test_rows_with_all_of_these_say_what_they_say_alone(
     ],
     ids="+".join,
 )
-def test_prompts_that_ride_on_steps_of_rows_with_all_of_these_change_no_token(
+def test_prompts_fused_into_steps_of_rows_with_all_of_these_change_no_token(
     case: tuple[str, ...], models: Models
 ) -> None:
     features = frozenset(case)
@@ -244,10 +244,10 @@ def test_prompts_that_ride_on_steps_of_rows_with_all_of_these_change_no_token(
     make_drafter = drafter_for(features)
     drafter = make_drafter(loaded) if make_drafter is not None else None
     # A row comes every third tick, and its chunks go through the weights with the tokens of rows that generate.
-    riding, packed = generated(loaded, [each.request for each in asked(features)], chunk=8, drafter=drafter)
+    fused, packed = generated(loaded, [each.request for each in asked(features)], chunk=8, drafter=drafter)
     assert packed > 0
     assert bool(drafted(drafter)) is (drafter is not None)
-    assert [riding[rid] for rid in range(len(ROWS))] == [result.ids for result in alone(features, models)]
+    assert [fused[rid] for rid in range(len(ROWS))] == [result.ids for result in alone(features, models)]
 
 
 def test_a_sparse_prefill_with_a_drafter_that_is_no_language_model_is_refused(models: Models) -> None:

@@ -16,7 +16,7 @@ class Reporting(Scripted):
         return msgspec.structs.replace(super().ready(), group=group)
 
     def stats(self) -> Stats:
-        return msgspec.structs.replace(distinct(), share_bytes=self.orders[-1].share_bytes)
+        return msgspec.structs.replace(distinct(), granted_bytes=self.orders[-1].memory_bytes)
 
 
 if __name__ == "__main__":

@@ -300,8 +300,8 @@ class Scripted:
 
     def stats(self) -> Stats:
         age_ms = int((time.monotonic() - self.stuck_since) * 1000) if self.stuck_since else 0
-        share = self.orders[-1].share_bytes
-        return Stats(len(self.rows), 0, self.seq, age_ms, 0, 0, 0, 0, share_bytes=share)
+        granted = self.orders[-1].memory_bytes
+        return Stats(len(self.rows), 0, self.seq, age_ms, 0, 0, 0, 0, granted_bytes=granted)
 
     def send(self, message: Up) -> None:
         # Without a gateway a send times out: another one may come.

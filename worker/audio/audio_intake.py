@@ -108,11 +108,11 @@ class AudioIntake:
         _check_text(speaker.marks, prompt.text, "input")
         _check_text(speaker.marks, prompt.instructions, "instructions")
         # Clients must name a voice even for a model with only one, so a model without named voices ignores the name.
-        relaxed = ("voice",) if prompt.voice and not speaker.voices else ()
+        deviations = ("voice",) if prompt.voice and not speaker.voices else ()
         voice = (prompt.voice or speaker.voices[0]) if speaker.voices else ""
         return AudioJob(
             **_common(request, arrived),
-            relaxed=relaxed,
+            deviations=deviations,
             work=_speech(speaker, structs.replace(prompt, voice=voice), request.sampling.seed, self._check),
             input_tokens=max(1, len(prompt.text) // _CHARS_PER_TOKEN),
         )
@@ -167,7 +167,7 @@ def _common(request: Generate, arrived: float) -> dict[str, Any]:
         "priority": request.priority,
         "tenant": request.tenant,
         "deadline": arrived + request.deadline_ms / 1e3 if request.deadline_ms else None,
-        "left_out": len(request.resume),
+        "already_sent": len(request.resume),
     }
 
 

@@ -52,9 +52,9 @@ _MIN_PASS_BYTES: Final = 64 << 20
 _PASS_WEIGHTS_DIVISOR: Final = 8
 
 
-def bytes_for_clips(share: int, weights: int, host: int, buffers: int) -> int:
+def bytes_for_clips(memory_bytes: int, weights: int, host: int, buffers: int) -> int:
     """Return the bytes of a memory share that remain for samples; `host` is the memory of Python and libraries."""
-    left = share - weights - host - buffers - max(_MIN_PASS_BYTES, weights // _PASS_WEIGHTS_DIVISOR)
+    left = memory_bytes - weights - host - buffers - max(_MIN_PASS_BYTES, weights // _PASS_WEIGHTS_DIVISOR)
     return max(MIN_CLIP_BYTES, left)
 
 
@@ -130,7 +130,7 @@ class AudioJob(QueuedJob):
     # Bytes of samples that the job holds until it ends.
     sample_bytes: int = 0
     # Number of tokens that the client has from an earlier worker; they are computed again, but not sent.
-    left_out: int = 0
+    already_sent: int = 0
     output_tokens: int = 0
 
     @property
@@ -416,14 +416,14 @@ class AudioLoop(TurnLoop[AudioJob]):
     def _compute_once(self) -> None:
         self._model.compute_once()
 
-    def _apply(self, limits: memory.ShareLimits) -> None:
+    def _apply(self, limits: memory.AllocationLimits) -> None:
         """Apply the limits of the memory share. The part of it that clips may use shrinks under memory pressure."""
         super()._apply(limits)
-        order = self._share.order
-        if not order.share_bytes:
+        order = self._grant.order
+        if not order.memory_bytes:
             return
         host = max(0, memory.measure().host - self._room.total)
-        alone = bytes_for_clips(order.share_bytes, self._model.weights_bytes, host, limits.buffers)
+        alone = bytes_for_clips(order.memory_bytes, self._model.weights_bytes, host, limits.buffers)
         most = min(MAX_CLIP_BYTES, alone)
         self._room.resize(max(MIN_CLIP_BYTES, int(most * order.kv_part)), alone)
 
@@ -469,8 +469,8 @@ class AudioLoop(TurnLoop[AudioJob]):
     def _pass_on(self, job: AudioJob, piece: AudioPiece) -> None:
         count = len(piece.token_ids)
         job.output_tokens += count
-        if job.left_out > 0:
-            job.left_out -= count
+        if job.already_sent > 0:
+            job.already_sent -= count
             return
         self._gauges.generation_tokens += count
         if not job.heard_s:

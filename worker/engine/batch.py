@@ -227,7 +227,7 @@ class Batch:
     """The rows on the device. Owned by the only thread that uses MLX.
 
     `insert` adds a row at any time, `remove` takes it out in any phase, `step` gives decoding rows their next tokens
-    and runs one chunk of the prefilling ones. `settle` stores the KV of rows that have ended.
+    and runs one chunk of the prefilling ones. `store_ended` stores the KV of rows that have ended.
     """
 
     def __init__(
@@ -254,9 +254,9 @@ class Batch:
         self._prefilling: list[BatchSequence] = []
         # Sequences that are out of the generator until their mask is ready.
         self._parked: list[BatchSequence] = []
-        # Sequences of ended rows, which the next `settle` stores and takes out of the generator.
+        # Sequences of ended rows, which the next `store_ended` stores and takes out of the generator.
         self._ended: list[BatchSequence] = []
-        # Whether the cache has failed since the last `settle`. The next `settle` clears it, on all ranks of a group.
+        # Whether the cache has failed since the last `store_ended`. The next one clears it, on all ranks of a group.
         self._must_clear = False
         self._eos_ids = tuple(eos_ids)
         can_verify = mode is BatchMode.TOGETHER and batched.can_rewind(make_caches(model))
@@ -312,7 +312,7 @@ class Batch:
 
     def is_awaiting(self, row: Row) -> bool:
         """Whether what `must_wait` found a row to wait for, a prefill or a read from disk, has not ended yet."""
-        return row.is_awaiting or (row.ticket is not None and not row.ticket.is_settled)
+        return row.is_awaiting or (row.ticket is not None and not row.ticket.is_done)
 
     def must_wait(self, row: Row, *, is_first: bool = False) -> bool:
         """Whether a row must wait: its prefix is being prefilled by another row or read from disk, or its media are not
@@ -325,7 +325,7 @@ class Batch:
         if self.is_prefilling_prefix_of(row):
             return True
         row.ticket = row.ticket or self._cache.restore(row.reusable, row.cache_salt)
-        if row.ticket is not None and not row.ticket.is_settled:
+        if row.ticket is not None and not row.ticket.is_done:
             return True
         if not row.media:
             return False
@@ -346,7 +346,7 @@ class Batch:
         missing, they are requested and the result is False. `mask` is the work on the row's masks, if the row's grammar
         has already begun.
         """
-        self.settle()
+        self.store_ended()
         tokens, keys = row.tokens(), row.keys()
         ticket, row.ticket = row.ticket, None
         scores = None if row.report.scored_top is None else Scores(row.prompt, row.report.scored_top)
@@ -453,7 +453,7 @@ class Batch:
 
         Afterwards a draft model reads at most `reads` tokens.
         """
-        self.settle()
+        self.store_ended()
         self._drafter.on_tick()
         returned = self._unpark()
         most = self._media.widened(chunk, (sequence.row for sequence in self._prefilling))
@@ -490,7 +490,7 @@ class Batch:
         )
 
     def _end(self, rows: Sequence[Row]) -> None:
-        """Forget rows that ended, except their KV, which `settle` stores."""
+        """Forget rows that ended, except their KV, which `store_ended` stores."""
         for row in rows:
             if (sequence := row.sequence) is not None:
                 self._ended.append(sequence)
@@ -513,7 +513,7 @@ class Batch:
         if row.sequence is not None:
             row.stats.add_drafts(row.sequence.draft.take_counts())
 
-    def settle(self) -> None:
+    def store_ended(self) -> None:
         """Store the KV of rows that ended. `step` does not do this itself, so that clients get their answers first."""
         ended, self._ended = self._ended, []
         with mx.stream(generation_stream):

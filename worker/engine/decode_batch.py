@@ -317,7 +317,7 @@ class DecodeBatch(SequenceGroup):
             if sequence.context is not None:
                 sequence.context.shorten(block.drafted(at) - block.accepted[at])
             sequence.has_begun = True
-        self._settle(block, before)
+        self._remove_rejected(block, before)
         self._sampler.advance(self.sequences, [count + 1 for count in block.accepted])
         self._drafter.verified(self.sequences, block.drafts, block.accepted)
         self._inputs = mx.array(
@@ -327,7 +327,7 @@ class DecodeBatch(SequenceGroup):
         mx.async_eval(self._logprobs, [each.logprobs for each in sampled], contexts)
         return sampled
 
-    def _settle(self, block: "_Block", before: Sequence[list[Any]]) -> None:
+    def _remove_rejected(self, block: "_Block", before: Sequence[list[Any]]) -> None:
         """Remove rejected tokens from the caches."""
         drop: list[int] = []
         is_back = [bool(before) and block.kept(at) < block.lengths[at] for at in range(len(self.sequences))]

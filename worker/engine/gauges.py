@@ -17,7 +17,8 @@ class Gauges(Stats):
     """Statistics of the loop. `snapshot` adds the statistics of the parts that count for themselves.
 
     Only the loop writes, and a torn read across fields is harmless. `repaired_messages` belongs to the sending thread,
-    `refused_questions` to the receiving one, `undecoded` to the decoders. `busy_since` is 0 while the loop is idle.
+    `refused_tokenize_calls` to the receiving one, `undecoded` to the decoders. `busy_since` is 0 while the loop is
+    idle.
     """
 
     busy_since: float = 0.0

@@ -66,7 +66,7 @@ class EngineInbox:
         """Record that a client got its answer, and may send its next request soon."""
         self._answered.append(now)
 
-    def take(
+    def receive(
         self, idle_s: float | None = None, *, is_idle: bool, is_waiting: bool, rest_s: float = 0.0
     ) -> list[Command]:
         """Return all waiting commands. If the engine is idle, block until there is a command, but at most for `idle_s`

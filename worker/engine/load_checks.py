@@ -105,7 +105,7 @@ class _GapMaskCache:
         return ((slots <= rows) & ~is_hidden)[None, None]
 
 
-def gap_problem(model: Any, vocab_size: int) -> str:
+def gap_reason(model: Any, vocab_size: int) -> str:
     """Return the reason why this model cannot have gaps in a prompt; empty if it can."""
     caches = make_caches(model)
     if any(not isinstance(leaf, RaggedKVCache) for leaf in leaves(batched.merge([caches]))):
@@ -359,7 +359,7 @@ class _Check:
             undo.callback(batch.abandon)
             for wave in waves:
                 outputs += _generate(batch, wave, chunk, begun)
-                batch.settle()
+                batch.store_ended()
                 if cache.failure is not None:
                     raise cache.failure
             undo.pop_all()

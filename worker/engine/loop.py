@@ -160,7 +160,7 @@ class AdapterOrders:
                 self._weigh(adapters)
         self._report(adapters, order.call_id)
 
-    def tend(self) -> None:
+    def free_retired(self) -> None:
         """Free retired adapters that no row uses any more."""
         adapters = self._adapters
         if adapters is not None and adapters.is_retiring:
@@ -172,7 +172,7 @@ class AdapterOrders:
     def _weigh(self, adapters: Adapters) -> None:
         """Free adapters that no row uses, then divide memory again with the present size of the weights."""
         adapters.sweep(lambda: {row.adapter_slot for row in self._rows()})
-        self._memory.share.weigh(self._base_bytes + adapters.nbytes)
+        self._memory.grant.weigh(self._base_bytes + adapters.nbytes)
         self._apply()
 
     def _report(self, adapters: Adapters, call_id: int) -> None:
@@ -301,7 +301,7 @@ class Engine(RequestLoop[Row]):
     def run(self) -> None:
         """Serve until a shutdown. Raises `StepFailed` when the loop cannot continue."""
         while not self._is_stopping:
-            self._take_commands()
+            self._receive_commands()
             self._guarded(self._enforce_deadlines)
             self._guarded(self._admit)
             self._guarded(self._encode)
@@ -311,12 +311,12 @@ class Engine(RequestLoop[Row]):
                 if self._batch:
                     self._guarded(self._run_step)
             self._flush()
-            self._guarded(self._batch.settle)
+            self._guarded(self._batch.store_ended)
             self._guarded(self.cache.hand_over)
             self.cache.publish_events()
-            self._guarded(self._tend_memory)
-            self._guarded(self._adapters.tend)
-            if self.pacer.rests.is_on:
+            self._guarded(self._restore_memory_limits)
+            self._guarded(self._adapters.free_retired)
+            if self.pacer.duty_cycle.is_on:
                 self._guarded(self._rest)
         self._end_all()
         self.pacer.close()
@@ -334,7 +334,7 @@ class Engine(RequestLoop[Row]):
             self._batch.insert(silent_row(0, prompt, 2))
             while self._batch:
                 self._batch.step(self.pacer.policy.most(1))
-            self._batch.settle()
+            self._batch.store_ended()
             if self.cache.failure is not None:
                 raise self.cache.failure
         self.cache.clear()
@@ -352,25 +352,25 @@ class Engine(RequestLoop[Row]):
     def _apply_limits(self) -> None:
         self._memory.apply(self._batch.widest_step, self._make_room)
 
-    def _tend_memory(self) -> None:
+    def _restore_memory_limits(self) -> None:
         if self._memory.relax():
             self._apply_limits()
 
     # -- commands ----------------------------------------------------------------------------------------------------
 
-    def _take_commands(self) -> None:
+    def _receive_commands(self) -> None:
         """Handle everything in the inbox; blocks only when there is nothing else to do."""
         if is_idle := self._is_idle:
             self._idle()
-        take = partial(self._inbox.take, is_idle=is_idle, is_waiting=self._is_waiting, rest_s=self.pacer.left_s())
-        commands = self.heartbeat.take(take, self._guarded, is_idle=is_idle)
+        receive = partial(self._inbox.receive, is_idle=is_idle, is_waiting=self._is_waiting, rest_s=self.pacer.left_s())
+        commands = self.heartbeat.receive(receive, self._guarded, is_idle=is_idle)
         self._gauges.busy_since = self._woke = time.monotonic()
         self._handle_all(commands)
 
     def _handle(self, command: Command) -> None:
         match command:
             case SetMemory():
-                self._memory.share.change(command)
+                self._memory.grant.change(command)
                 self.heartbeat.has_memory = command.cache_part == 1.0
                 self._apply_limits()
             case SetPace():
@@ -388,7 +388,7 @@ class Engine(RequestLoop[Row]):
         self._gauges.kv_bytes = 0
         self._memory.observe()
         self._guarded(self.cache.flush)
-        self.pacer.tend()
+        self.pacer.flush_if_due()
 
     def _rest(self) -> None:
         """Wait until all launched work has ended, and begin a pause in which other processes can use the GPU."""
@@ -400,13 +400,13 @@ class Engine(RequestLoop[Row]):
         return len(self._queue) - len(self._batched) >= self._spec.max_waiting
 
     def _accepted(self, request: Row) -> Accepted:
-        return Accepted(request.rid, request.prompt_tokens, request.deviations, request.left_out)
+        return Accepted(request.rid, request.prompt_tokens, request.deviations, request.truncated)
 
     def _enqueue(self, request: Row) -> None:
         if (refusal := self._adapters.refusal(request)) is not None:
             self._outbox.send(Rejected(request.rid, refusal))
         else:
-            request.stats.rested_s = self.pacer.rests.total_s
+            request.stats.rested_s = self.pacer.duty_cycle.total_s
             super()._enqueue(request)
 
     def _enter(self, request: Row) -> None:
@@ -587,7 +587,7 @@ class Engine(RequestLoop[Row]):
         if row.text.parser is not None:
             self._gauges.malformed_tool_calls += row.text.parser.malformed
         self._batch.account(row)
-        row.stats.rested_s = self.pacer.rests.total_s - row.stats.rested_s
+        row.stats.rested_s = self.pacer.duty_cycle.total_s - row.stats.rested_s
         self._outbox.add_output(row, output or TokenOutput([], None, finish), row.usage(time.monotonic()), failure)
         try:
             if self._encoder is not None:

@@ -9,7 +9,7 @@ from worker.engine.batch import Batch
 from worker.engine.scheduling.kv_budget import KvCost
 from worker.kv.spans_and_checkpoints import KvLayout
 from worker.model.batch_mode import BatchMode
-from worker.model.memory import ShareLimits
+from worker.model.memory import AllocationLimits
 from worker.prefix_cache.cache_and_eviction import PrefixCache
 
 
@@ -23,7 +23,7 @@ class RankPeers(Protocol):
 
     def batch(self, model: Any, eos_ids: Sequence[int], cache: PrefixCache, mode: BatchMode) -> Batch: ...
 
-    def least(self, order: SetMemory, cost: KvCost, limits: ShareLimits) -> tuple[KvCost, ShareLimits]:
+    def least(self, order: SetMemory, cost: KvCost, limits: AllocationLimits) -> tuple[KvCost, AllocationLimits]:
         """Return the largest cost of a sequence and the smallest memory limits of all ranks.
 
         `cost` and `limits` are this rank's own.

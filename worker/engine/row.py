@@ -313,9 +313,9 @@ class Row:
     # Prompt tokens that a sparse prefill has selected; None until then.
     kept: SelectedTokens | None = None
     # Deviations from the request, except the deviations that the row's grammar reports.
-    relaxed: tuple[str, ...] = ()
+    own_deviations: tuple[str, ...] = ()
     # Numbers of turns and of tokens that were truncated from the prompt.
-    left_out: tuple[int, int] = (0, 0)
+    truncated: tuple[int, int] = (0, 0)
     report: PromptReport = field(default_factory=PromptReport)
     # Questions that are asked behind the prompt; None for a row that generates.
     questions: RowQuestions | None = None
@@ -349,7 +349,7 @@ class Row:
     @property
     def deviations(self) -> tuple[str, ...]:
         """Deviations from the request, reported to its client."""
-        return (*(self.rule.grammar.relaxed if self.rule is not None else ()), *self.relaxed)
+        return (*(self.rule.grammar.deviations if self.rule is not None else ()), *self.own_deviations)
 
     def tokens(self) -> npt.NDArray[np.int32]:
         """Return prompt and output so far, read-only. The array is reused until a token is added."""

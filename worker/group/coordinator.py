@@ -20,7 +20,17 @@ from protocol import group
 from protocol.codec import MalformedFrame
 from protocol.failures import Code
 from protocol.from_worker import GroupInfo, RankInfo
-from protocol.group import RING, BeginGroup, ClearCache, InsertRow, Op, RemoveRow, ResizeCache, SettleMemory, refusal
+from protocol.group import (
+    RING,
+    BeginGroup,
+    ClearCache,
+    InsertRow,
+    Op,
+    RemoveRow,
+    ResizeCache,
+    StoreEnded,
+    indivisible_reason,
+)
 from protocol.group import resolve as divided
 from protocol.spec import WorkerSpec
 from protocol.stats import RankStats
@@ -46,7 +56,7 @@ from worker.kv.spans_and_checkpoints import KvLayout
 from worker.model import memory
 from worker.model.batch_mode import BatchMode
 from worker.model.loader import read_config, resolve
-from worker.model.memory import ShareLimits
+from worker.model.memory import AllocationLimits
 from worker.model.rank_split import Division
 from worker.prefix_cache.cache_and_eviction import PrefixCache
 from worker.prefix_cache.radix_tree import TokenCost
@@ -125,10 +135,10 @@ class PlannedBatch(Batch):
         self._planner.note(RemoveRow(sequence.row.rid))
         return super()._take_out(sequence)
 
-    def settle(self) -> None:
+    def store_ended(self) -> None:
         if self._ended:
-            self._planner.note(SettleMemory())
-        super().settle()
+            self._planner.note(StoreEnded())
+        super().store_ended()
 
     def _begin(self, chunk: int, *, is_fused: bool) -> None:
         self._planner.begin(chunk, is_fused=is_fused)
@@ -158,7 +168,7 @@ def open_group(spec: WorkerSpec, lost: Lost) -> tuple["Coordinator", Division]:
     identity = identity_of(spec)
     config = read_config(resolve(spec.path))
     parallel, backend = divided(config, spec.group.parallel, spec.group.backend, has_cuda=mx.cuda.is_available())
-    if reason := refusal(config, parallel, spec.group.size, backend):
+    if reason := indivisible_reason(config, parallel, spec.group.size, backend):
         raise LoadFailed(Code.BAD_CONFIG, reason)
     lead = Coordinator(spec, lost)
     return lead, lead.gather(identity, parallel, backend)
@@ -229,7 +239,7 @@ class Coordinator:
     def batch(self, model: Any, eos_ids: Sequence[int], cache: PrefixCache, mode: BatchMode) -> Batch:
         return PlannedBatch(model, eos_ids, cache, mode, self)
 
-    def least(self, order: SetMemory, cost: KvCost, limits: ShareLimits) -> tuple[KvCost, ShareLimits]:
+    def least(self, order: SetMemory, cost: KvCost, limits: AllocationLimits) -> tuple[KvCost, AllocationLimits]:
         assert self._layout is not None
         self._ops.append(order)
         self.begin(0)

@@ -91,7 +91,7 @@ class Follower:
         self._model: Any
         self._eos_ids: tuple[int, ...] = ()
         self._layout: KvLayout
-        self._share: memory.MemoryShare
+        self._grant: memory.MemoryGrant
         self.cache: PrefixCache
         self._batch: Batch
 
@@ -142,8 +142,8 @@ class Follower:
             raise LoadFailed(Code.OUT_OF_MEMORY, self._exceeds("the weights of its part take", loaded.weights_bytes))
         self._model, self._eos_ids = loaded.model, loaded.eos_ids
         self._layout = KvLayout.of(lambda: make_caches(self._model))
-        self._share = memory.MemoryShare(spec, loaded.weights_bytes)
-        self._share.enforce(self._share.limits())
+        self._grant = memory.MemoryGrant(spec, loaded.weights_bytes)
+        self._grant.enforce(self._grant.limits())
         answer = group.RankLoaded(loaded.weights_bytes, self._layout.needs_checkpoints)
         self._socket.send(group.encode(answer))
 
@@ -224,8 +224,8 @@ class Follower:
                 self.cache.resize(cache_bytes, token_cost)
             case group.ClearCache():
                 self.cache.clear()
-            case group.SettleMemory():
-                self._batch.settle()
+            case group.StoreEnded():
+                self._batch.store_ended()
             case SetMemory():
                 self._measure(op)
             case Shutdown():
@@ -249,8 +249,8 @@ class Follower:
         cost = self._batch.kv_cost
         if cost is None:
             raise PartnerLost("the group was asked for its memory before a row had run")
-        limits = self._share.change(order)
-        self._share.enforce(limits)
+        limits = self._grant.change(order)
+        self._grant.enforce(limits)
         self._socket.send(group.encode(measured(self._layout, cost, limits)))
 
 

@@ -34,7 +34,7 @@ from worker.engine.scheduling.kv_budget import KvCost
 from worker.errors import LoadFailed, PartnerLost
 from worker.kv.spans_and_checkpoints import KvLayout
 from worker.model.loader import resolve
-from worker.model.memory import ShareLimits
+from worker.model.memory import AllocationLimits
 from worker.prefix_cache.radix_tree import TokenCost
 
 
@@ -72,7 +72,7 @@ def mismatch(own: Identity, join: JoinGroup, node: str, epoch: int) -> LoadFaile
     return None
 
 
-def measured(layout: KvLayout, cost: KvCost, limits: ShareLimits) -> RankMemory:
+def measured(layout: KvLayout, cost: KvCost, limits: AllocationLimits) -> RankMemory:
     # A cached prefix has keys and values for each attention layer, and up to four arrays for a recurrent layer.
     arrays = 2 * (layout.sliceable + layout.windowed) + 4 * layout.stateful
     return RankMemory(
@@ -108,7 +108,7 @@ def token_cost(ranks: Sequence[RankMemory]) -> TokenCost | None:
     )
 
 
-def tightest(own: ShareLimits, ranks: Sequence[RankMemory]) -> ShareLimits:
+def tightest(own: AllocationLimits, ranks: Sequence[RankMemory]) -> AllocationLimits:
     return replace(own, kv=min(each.kv_bytes for each in ranks), prefixes=min(each.prefix_bytes for each in ranks))
 
 

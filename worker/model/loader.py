@@ -271,7 +271,7 @@ class LoadedModel:
     linears: Linears | None = None
     # Names of the approximations with which the model computes, such as `kv-bits-8`. Answers list them in
     # `x-mlxd-relaxed`.
-    relaxed: tuple[str, ...] = ()
+    deviations: tuple[str, ...] = ()
     # The loaded draft model, if drafts come from a language model.
     draft: "LoadedModel | None" = None
     # Number of rows of the model's embedding table, which may be padded beyond the vocabulary: the model can sample the

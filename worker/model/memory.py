@@ -1,4 +1,4 @@
-"""Memory of this process: measured use, and the division of its share into limits."""
+"""Memory of this process: measured use, and the division of its grant into limits."""
 
 import ctypes
 import logging
@@ -25,7 +25,7 @@ log = logging.getLogger("mlxd.worker")
 _MIN_USUAL_BUFFERS_BYTES: Final = 1 << 30
 _USUAL_BUFFERS_DIVISOR: Final = 32
 _LOAD_BUFFERS_BYTES: Final = 64 << 20
-# Free buffers get the part of a share that weights and Python leave, divided by this number.
+# Free buffers get the part of a grant that weights and Python leave, divided by this number.
 _BUFFERS_DIVISOR: Final = 8
 _MIN_BUFFERS_BYTES: Final = 16 << 20
 # Fraction of the memory for KV and prefixes that is for KV, if the operator sets neither.
@@ -59,7 +59,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class ShareLimits:
+class AllocationLimits:
     """Limits in bytes: KV of running rows, cached prefixes, free buffers, and all allocations of MLX.
 
     If `total` is 0, MLX keeps its own limit for this machine. Otherwise `total` is at least the sum of weights, KV,
@@ -87,14 +87,14 @@ def divide(
     prefixes: int = -1,
     most_buffers: int = 0,
     is_bounded: bool = False,
-) -> ShareLimits:
-    """Divide a share into limits. `kv` and `prefixes` are the operator's settings; a negative value means that there is
+) -> AllocationLimits:
+    """Divide a grant into limits. `kv` and `prefixes` are the operator's settings; a negative value means that there is
     none.
 
     With `is_bounded`, the settings are those of another machine's operator, so they are limited to what is left of this
-    share. `most_buffers` is the limit of free buffers; 0 means the usual limit.
+    grant. `most_buffers` is the limit of free buffers; 0 means the usual limit.
     """
-    left = max(0, order.share_bytes - weights - host - _HOST_GROWTH_BYTES)
+    left = max(0, order.memory_bytes - weights - host - _HOST_GROWTH_BYTES)
     buffers = min(most_buffers or usual_buffers(), max(_MIN_BUFFERS_BYTES, left // _BUFFERS_DIVISOR))
     rest = max(0, left - buffers)
     own_kv = kv if kv >= 0 else int(rest * _KV_FRACTION) if prefixes < 0 else max(0, rest - prefixes)
@@ -103,8 +103,8 @@ def divide(
         own_kv = min(own_kv, rest)
         own_prefixes = min(own_prefixes, rest - own_kv)
     own_kv, own_prefixes = int(own_kv * order.kv_part), int(own_prefixes * order.cache_part)
-    total = max(weights + own_kv + own_prefixes + buffers, order.share_bytes - host)
-    return ShareLimits(own_kv, own_prefixes, buffers, total)
+    total = max(weights + own_kv + own_prefixes + buffers, order.memory_bytes - host)
+    return AllocationLimits(own_kv, own_prefixes, buffers, total)
 
 
 class MlxDevice:
@@ -138,7 +138,7 @@ class MlxDevice:
             log.debug("wired limit: %d bytes instead of %d", limit, before)
 
 
-class MemoryShare:
+class MemoryGrant:
     """Share of the machine's memory that this process may use. Owned by the engine thread.
 
     `limits` returns the limits to reach; once memory is within them, `enforce` sets the limits of MLX. When the wired
@@ -154,7 +154,7 @@ class MemoryShare:
         self._device = device or MlxDevice()
         self._is_remote = spec.group is not None and spec.rank is not None and spec.group.is_remote(spec.rank.rank)
         self.order = SetMemory(spec.memory_bytes)
-        # Wired limit that the current share asks for; 0 leaves the limit to MLX.
+        # Wired limit that the current grant asks for; 0 leaves the limit to MLX.
         self._wanted = 0
         # Wired limit that is set in Metal.
         self._wired = 0
@@ -164,24 +164,24 @@ class MemoryShare:
 
     @property
     def bytes(self) -> int:
-        return self.order.share_bytes
+        return self.order.memory_bytes
 
     @property
     def wired_limit(self) -> int:
         """Metal's wired limit in bytes; 0 without Metal."""
         return self._wired
 
-    def change(self, order: SetMemory) -> ShareLimits:
-        """Change the share, or the parts of it that may be used. Returns the limits to reach before `enforce`."""
+    def change(self, order: SetMemory) -> AllocationLimits:
+        """Change the grant, or the parts of it that may be used. Returns the limits to reach before `enforce`."""
         if self._is_remote:
-            # The share in the order is that of another machine's ranks; only the order's `kv_part` and `cache_part`
+            # The grant in the order is that of another machine's ranks; only the order's `kv_part` and `cache_part`
             # apply here.
             parts = (min(1.0, max(0.0, part)) for part in (order.kv_part, order.cache_part))
             order = SetMemory(self._spec.memory_bytes, *parts)
         self.order = order
         return self.limits()
 
-    def weigh(self, weights: int) -> ShareLimits:
+    def weigh(self, weights: int) -> AllocationLimits:
         """Set the size of the weights in bytes. Returns the limits to reach before `enforce`."""
         self._weights = weights
         return self.limits()
@@ -200,18 +200,18 @@ class MemoryShare:
         self._part, self._relaxes_at = self._part * 2, now + _REGROW_INTERVAL_S
         return True
 
-    def limits(self) -> ShareLimits:
+    def limits(self) -> AllocationLimits:
         limits = self._divide()
         return replace(limits, kv=int(limits.kv * self._part), prefixes=int(limits.prefixes * self._part))
 
-    def _divide(self) -> ShareLimits:
+    def _divide(self) -> AllocationLimits:
         spec, order = self._spec, self.order
-        # Each rank of a group gets an equal part of the operator's limits, and of its host's share.
+        # Each rank of a group gets an equal part of the operator's limits, and of its host's grant.
         ranks = spec.group.size if spec.group else 1
         beside = spec.group.beside(spec.rank.rank) if spec.group and spec.rank else 1
         own_kv, own_prefixes = spec.kv_bytes // ranks, spec.cache_bytes // ranks
-        if order.share_bytes:
-            order = structs.replace(order, share_bytes=order.share_bytes // beside)
+        if order.memory_bytes:
+            order = structs.replace(order, memory_bytes=order.memory_bytes // beside)
             host, most = measure().host, self._most_buffers
             return divide(
                 order,
@@ -227,9 +227,9 @@ class MemoryShare:
         # eighth of all memory.
         kv = own_kv if own_kv >= 0 else machine.available // (2 * beside)
         prefixes = own_prefixes if own_prefixes >= 0 else machine.total // (8 * beside)
-        return ShareLimits(kv, prefixes, self._most_buffers or usual_buffers())
+        return AllocationLimits(kv, prefixes, self._most_buffers or usual_buffers())
 
-    def enforce(self, limits: ShareLimits) -> None:
+    def enforce(self, limits: AllocationLimits) -> None:
         """Set the limits of MLX, and return unused buffers to the system.
 
         The caller must first free everything above the limits.

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from protocol.failures import Code
-from protocol.group import PIPELINE, refusal
+from protocol.group import PIPELINE, indivisible_reason
 from worker.errors import LoadFailed, foreign_code
 
 
@@ -42,7 +42,7 @@ class Division:
 
     def take(self, model: Any, config: dict[str, Any]) -> None:
         """Reduce a model to this rank's part. Raises `LoadFailed`."""
-        if reason := refusal(config, self.parallel, self._group.size()):
+        if reason := indivisible_reason(config, self.parallel, self._group.size()):
             raise LoadFailed(Code.BAD_CONFIG, reason)
         loaded = _shapes(model)
         with foreign_code(lambda error: self._undivided(config, error)):

@@ -147,7 +147,7 @@ class Ticket:
     deadline: float
 
     @property
-    def is_settled(self) -> bool:
+    def is_done(self) -> bool:
         return all(read.is_done for read in self.reads.values()) or time.monotonic() > self.deadline
 
     @property

@@ -527,7 +527,7 @@ class CacheDisk:
             parent, key = ready.pop()
             record, tokens, size = records.pop(key)
             entry = DiskEntry(key, parent, record.salt, record.begin, tokens, record.state is not None)
-            self._settle(entry, size)
+            self._record_written(entry, size)
             linked.append(entry)
             ready.extend((entry, child) for child in children.get(key, []))
         for key in records:
@@ -583,7 +583,7 @@ class CacheDisk:
         if room.is_counted:
             self._forget()
         self._folder.publish(room.temp, encoded, entry.key)
-        self._settle(entry, encoded.size)
+        self._record_written(entry, encoded.size)
         self.counts.disk_writes += 1
         self._is_failing = False
         self._touch(entry)
@@ -642,7 +642,7 @@ class CacheDisk:
 
     # -- accounts ----------------------------------------------------------------------------------------------------
 
-    def _settle(self, entry: DiskEntry, size: int) -> None:
+    def _record_written(self, entry: DiskEntry, size: int) -> None:
         with self._mutex:
             known = self._entries.get(entry.key)
             self._entries[entry.key] = entry

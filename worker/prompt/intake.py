@@ -81,7 +81,7 @@ class Intake:
         self._words = WordIds(encoder, self.vocabulary, vocab_size)
         suppressed = tuple(loaded.vision.needs.suppressed) if loaded.vision is not None else ()
         rows = max(vocab_size, loaded.table_rows)
-        self._limits = ModelLimits(vocab_size, rows, eos_ids, suppressed, infill.stop_ids, loaded.relaxed, sparse)
+        self._limits = ModelLimits(vocab_size, rows, eos_ids, suppressed, infill.stop_ids, loaded.deviations, sparse)
         self._turn_starts = TurnStarts(encoder, opened[len(closed) :], self.vocabulary.hidden, suppressed)
         self.max_context = loaded.max_context
         warn_of_open_end(self.media.renderer, self._family.family, loaded.tokenizer, eos_ids)
@@ -119,9 +119,9 @@ class Intake:
             tenant=request.tenant,
             boundaries=self._turn_starts.positions(request.prompt, prompt.ids),
             media=prompt.spans,
-            left_out=prompt.left_out,
+            truncated=prompt.truncated,
             positions=prompt.positions,
-            relaxed=limits.relaxed,
+            own_deviations=limits.deviations,
             keep=limits.keep,
             drafting=self._words.drafting(request, context, is_sparse=bool(limits.keep)),
             questions=prompt.questions,

@@ -184,13 +184,13 @@ NO_SPARSE: Final = SparseLimits()
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """Limits of one row. `keep` is the share of its prompt that a sparse prefill keeps, and `relaxed` names the
+    """Limits of one row. `keep` is the share of its prompt that a sparse prefill keeps, and `deviations` names the
     deviations from the request."""
 
     sampling: Sampling
     max_tokens: int
     keep: float
-    relaxed: tuple[str, ...]
+    deviations: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class ModelLimits:
     eos_ids: tuple[int, ...]
     suppressed: tuple[int, ...]
     infill_ids: tuple[int, ...]
-    relaxed: tuple[str, ...]
+    deviations: tuple[str, ...]
     sparse: SparseLimits
 
     def of(self, request: Generate, prompt: EncodedPrompt, words: BadWords, context: int) -> RowLimits:
@@ -218,7 +218,7 @@ class ModelLimits:
         room = 1 if request.questions else room_of(request, tokens, context)
         check_limits(sampling, words, self.eos_ids, self.suppressed, self.vocab_size)
         kept = (f"sparse-prefill-{count_kept(tokens, keep)}-of-{tokens}",) if keep else ()
-        return RowLimits(sampling, room, keep, (*self.relaxed, *prompt.relaxed, *kept))
+        return RowLimits(sampling, room, keep, (*self.deviations, *prompt.deviations, *kept))
 
 
 # Maximum length of a prompt that may be truncated, as a multiple of the context.
@@ -232,7 +232,7 @@ def is_cut(request: Generate) -> bool:
 
     A fill-in-the-middle prompt is never truncated, because it would lose the tokens that mark its parts.
     """
-    return request.truncate != 0 and request.left_out != (0, 0) and not is_infill(request)
+    return request.truncate != 0 and request.truncated != (0, 0) and not is_infill(request)
 
 
 def is_infill(request: Generate) -> bool:
@@ -250,28 +250,28 @@ def fit_turns(
     most = len(turn_starts(prompt.messages)) - 1
     whole = encode(prompt)
     tokens = len(whole.ids)
-    if most < 1 or (request.left_out is None and tokens < context):
+    if most < 1 or (request.truncated is None and tokens < context):
         return whole
 
     @cache
     def part(count: int) -> EncodedPrompt:
         return encode(without_turns(prompt, count))
 
-    if request.left_out is not None:
-        turns = min(request.left_out[0], most)
+    if request.truncated is not None:
+        turns = min(request.truncated[0], most)
     else:
         less = excess(tokens, context, request.max_tokens)
         guess = _turns_of(prompt.messages, less / tokens)
         turns = _least(lambda count: tokens - len(part(count).ids) >= less, min(guess, most), most)
     kept = len(part(turns).ids)
-    return replace(part(turns), left_out=(turns, tokens - kept)) if kept < context else whole
+    return replace(part(turns), truncated=(turns, tokens - kept)) if kept < context else whole
 
 
 def fit_tokens(request: Generate, whole: EncodedPrompt, opening: int, context: int) -> EncodedPrompt:
     """Return the prompt's last tokens, as many as requested or as fit, after the `opening` special tokens of a text."""
     tokens = len(whole.ids)
-    if request.left_out is not None:
-        less = request.left_out[1]
+    if request.truncated is not None:
+        less = request.truncated[1]
     elif request.truncate > 0:
         less = tokens - request.truncate
     else:
@@ -284,7 +284,7 @@ def fit_tokens(request: Generate, whole: EncodedPrompt, opening: int, context: i
         raise RequestInvalid(Code.UNSUPPORTED, message, param="truncate_prompt_tokens")
     # A chat keeps its text, whose end shows whether the answer begins inside reasoning.
     text = whole.text if isinstance(request.prompt, ChatPrompt) else None
-    return replace(whole, ids=[*whole.ids[:opening], *whole.ids[opening + less :]], text=text, left_out=(0, less))
+    return replace(whole, ids=[*whole.ids[:opening], *whole.ids[opening + less :]], text=text, truncated=(0, less))
 
 
 def excess(tokens: int, context: int, max_tokens: int | None) -> int:

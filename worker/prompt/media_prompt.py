@@ -32,16 +32,16 @@ KINDS: Final = ("image", "video", "audio")
 class EncodedPrompt:
     """Encoded prompt of a row. `text` has markers in place of media, and is None for a prompt of ids.
 
-    `relaxed` names the deviations from the request.
+    `deviations` names the deviations from the request.
     """
 
     ids: list[int]
     text: str | None = None
     spans: list[Span] = field(default_factory=list[Span])
     positions: npt.NDArray[np.int32] | None = None
-    relaxed: tuple[str, ...] = ()
+    deviations: tuple[str, ...] = ()
     # Numbers of turns and of tokens that were truncated from the request's prompt.
-    left_out: tuple[int, int] = (0, 0)
+    truncated: tuple[int, int] = (0, 0)
     # Questions behind the prompt; None for a prompt that is continued.
     questions: RowQuestions | None = None
 
@@ -82,7 +82,7 @@ class MediaPrompts:
         Features are cached by content and by the `salt` of the prompt's prefixes, and shared only within a salt. Raises
         `RequestInvalid`, with the path of the part if the error is about one medium.
         """
-        prompt, prepared, relaxed = self._prepare(prompt, salt)
+        prompt, prepared, deviations = self._prepare(prompt, salt)
         text, order = self.renderer.place(prompt)
         placed = [prepared[index] for index in order]
         pieces = self.processor.markers.split(text)
@@ -99,7 +99,7 @@ class MediaPrompts:
         if self._in_space and placed:
             grids: list[Grid] = [grid for medium in placed for grid in medium.grids]
             places = positions(len(ids), list(zip(begins, grids, strict=True)))
-        return EncodedPrompt(ids, text, _spans(placed, begins), places, relaxed)
+        return EncodedPrompt(ids, text, _spans(placed, begins), places, deviations)
 
     def _prepare(self, prompt: ChatPrompt, salt: str) -> tuple[ChatPrompt, list[PreparedMedia], tuple[str, ...]]:
         """Prepare the media of a prompt; clips become images if the template does not render clips."""
@@ -110,7 +110,7 @@ class MediaPrompts:
             raise RequestInvalid(Code.TOO_MANY_MEDIA, message, param=prompt.media[self._most].param or "messages")
         prepared: list[PreparedMedia] = []
         became: list[list[PreparedMedia]] = []
-        relaxed: list[str] = []
+        deviations: list[str] = []
         for media in (_salted(media, salt) for media in prompt.media):
             if media.kind not in self.modalities:
                 raise _unserved(media, self.modalities)
@@ -118,7 +118,7 @@ class MediaPrompts:
                 became.append([self.processor.read(media)])
             else:
                 became.append(self.processor.read_frames(media))
-                relaxed.append(f"video-as-{len(became[-1])}-images")
+                deviations.append(f"video-as-{len(became[-1])}-images")
             prepared += became[-1]
         starts = np.cumsum([0, *map(len, became)]).tolist()
 
@@ -133,7 +133,7 @@ class MediaPrompts:
             ]
 
         messages: Messages = [{**message, "content": shown(message.get("content"))} for message in prompt.messages]
-        return structs.replace(prompt, messages=messages), prepared, tuple(relaxed)
+        return structs.replace(prompt, messages=messages), prepared, tuple(deviations)
 
 
 def open_media(

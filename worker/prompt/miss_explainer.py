@@ -47,7 +47,7 @@ class RecentPrompt:
     keys: Tokens
     salt: str
     adapter: str
-    left_out: tuple[int, int]
+    truncated: tuple[int, int]
     is_sparse: bool
     output: list[int]
     stats: RowStats
@@ -89,7 +89,7 @@ class RecentPrompts:
         own = row.output, row.stats, row.thinking
         self._prompts.append(
             RecentPrompt(
-                row.rid, prompt, keys, row.cache_salt, adapter, row.left_out, bool(row.keep), *own, prompt_bytes=size
+                row.rid, prompt, keys, row.cache_salt, adapter, row.truncated, bool(row.keep), *own, prompt_bytes=size
             )
         )
         self._outputs.append(row.output)
@@ -150,7 +150,7 @@ def text_causes(
         decode([token for token in text[begin : common + _SHOWN_TOKENS].tolist() if token >= 0])
         for text in (ours.keys, whole)
     )
-    if ours.left_out != theirs.left_out and ours.prompt != theirs.prompt:
+    if ours.truncated != theirs.truncated and ours.prompt != theirs.prompt:
         causes = [MissCause(MissCode.TRUNCATED, 0)]
     elif not causes:
         causes = [_unseen_cause(ours, theirs, common, old, new)]

@@ -118,7 +118,7 @@ def _is_usable(answered: RecentPrompt) -> bool:
     """Whether a sequence is a whole chat of text, whose KV is in the prefix cache."""
     prompt = answered.prompt
     is_whole_chat = isinstance(prompt, ChatPrompt) and not prompt.media and not prompt.continue_final
-    return is_whole_chat and answered.left_out == (0, 0) and not answered.is_sparse
+    return is_whole_chat and answered.truncated == (0, 0) and not answered.is_sparse
 
 
 def _continued(chat: ChatPrompt, turn: dict[str, Any], text: str) -> ChatPrompt:

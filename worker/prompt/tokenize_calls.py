@@ -66,7 +66,7 @@ class TokenizeCalls:
         """Queue a call, or refuse it if too many are waiting."""
         with self._changed:
             if is_full := len(self._waiting) >= MAX_WAITING_CALLS:
-                self._gauges.refused_questions += 1
+                self._gauges.refused_tokenize_calls += 1
             else:
                 self._waiting[call.rid] = call
                 self._changed.notify()

@@ -14,7 +14,7 @@ from msgspec import structs
 from protocol.checkpoint import ChatTemplates, file_json
 from protocol.failures import Code
 from protocol.spec import WorkerSpec
-from worker.engine.load_checks import choose, gap_problem, quantize_kv, sample
+from worker.engine.load_checks import choose, gap_reason, quantize_kv, sample
 from worker.engine.rank_peers import RankPeers
 from worker.errors import LoadFailed
 from worker.model.batch_mode import DETERMINISTIC, BatchMode, BatchModePlan
@@ -48,7 +48,7 @@ def load_checked(
     ids = sample(loaded.tokenizer, loaded.vocab_size)
     if spec.kv_bits:
         quantize_kv(loaded.model, read_config(loaded.path), spec.kv_bits, ids, in_group=spec.group is not None)
-        loaded = replace(loaded, relaxed=(f"kv-bits-{spec.kv_bits}",))
+        loaded = replace(loaded, deviations=(f"kv-bits-{spec.kv_bits}",))
     if spec.deterministic:
         if spec.sparse_keep:
             raise _no_sparse("deterministic = true")
@@ -100,7 +100,7 @@ def _check_sparse(loaded: LoadedModel, spec: WorkerSpec) -> None:
     if loaded.draft is None:
         raise _no_sparse("it takes a draft model, which chooses the tokens, and a head is none")
     ImportanceReader(loaded.draft)
-    if reason := gap_problem(loaded.model, loaded.vocab_size):
+    if reason := gap_reason(loaded.model, loaded.vocab_size):
         raise _no_sparse(f"{loaded.path.name} cannot leave tokens out: {reason}")
 
 

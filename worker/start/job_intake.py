@@ -51,7 +51,7 @@ def start_intake(
             with refusing(request.rid):
                 prepare(request, arrived)
 
-    def take(request: ClientRequest) -> None:
+    def receive(request: ClientRequest) -> None:
         if isinstance(request, Generate):
             requests.put((request, time.monotonic()))
         else:
@@ -68,7 +68,7 @@ def start_intake(
     calls.start()
     threading.Thread(target=prepare_all, name="intake", daemon=True).start()
     link.on_control = control
-    link.on_request = take
+    link.on_request = receive
 
 
 def start_job_intake(

@@ -78,13 +78,13 @@ class GrammarFailed(Exception):
 class CompiledGrammar:
     """Compiled grammar. `prototype` is never advanced; each sequence uses a copy.
 
-    `relaxed` names the parts of a schema that the grammar does not enforce; a strict schema must have none.
+    `deviations` names the parts of a schema that the grammar does not enforce; a strict schema must have none.
     """
 
     table: LLTokenizer
     prototype: LLMatcher
     vocab_size: int
-    relaxed: tuple[str, ...] = ()
+    deviations: tuple[str, ...] = ()
 
     def walk(self) -> "GrammarWalk":
         return GrammarWalk(self.table, self.prototype.deep_copy(), self.vocab_size)
@@ -206,12 +206,12 @@ class Grammars:
             return Failure(Code.INVALID_REQUEST, "this grammar cannot be enforced: it is too complex", repr(error))
         return grammar
 
-    def _make(self, source: str, calls: str, limits: LLParserLimits, relaxed: Sequence[str] = ()) -> CompiledGrammar:
+    def _make(self, source: str, calls: str, limits: LLParserLimits, deviations: Sequence[str] = ()) -> CompiledGrammar:
         table = self.table()
         matcher = LLMatcher(table, _either(calls, source) if calls else source, log_level=0, limits=limits)
         if matcher.is_error():
             raise GrammarFailed(_reason(matcher.get_error()))
-        grammar = CompiledGrammar(table, matcher, self._vocab_size, (*relaxed, *_skipped(matcher)))
+        grammar = CompiledGrammar(table, matcher, self._vocab_size, (*deviations, *_skipped(matcher)))
         _try_out(grammar, self._eos_ids)
         return grammar
 
@@ -221,9 +221,9 @@ class Grammars:
         schema = _schema(constraint.text)
         without_faults, faults = repaired(schema, dangling(schema))
         ways = [(False, schema, ()), *((True, way, (*faults, *lacks)) for way, lacks in loosened(without_faults))]
-        for is_lenient, way, relaxed in ways:
+        for is_lenient, way, deviations in ways:
             try:
-                return self._make(_json_schema(way, is_lenient=is_lenient), calls, limits, relaxed)
+                return self._make(_json_schema(way, is_lenient=is_lenient), calls, limits, deviations)
             except GrammarFailed:
                 continue
         return self._make(_json('{"type": "object"}', _JSON_OPTIONS), calls, limits, ("everything but an object",))

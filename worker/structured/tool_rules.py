@@ -73,8 +73,8 @@ class ToolRules:
             lambda calls: call_grammar(self._family, calls, marks, prompt_end), calls, prompt.strict_tools
         )
         grammar = self._rules.grammars.compile(constraint, compiled.text)
-        relaxed = tuple(dict.fromkeys((*compiled.grammar.relaxed, *grammar.relaxed)))
-        return replace(answer, grammar=replace(grammar, relaxed=relaxed))
+        deviations = tuple(dict.fromkeys((*compiled.grammar.deviations, *grammar.deviations)))
+        return replace(answer, grammar=replace(grammar, deviations=deviations))
 
     def _check_strict(self, prompt: ChatPrompt) -> None:
         """Refuse a strict tool whose schema cannot be enforced."""
@@ -166,11 +166,11 @@ class ToolRules:
                 self._compiled.popitem(last=False)
         return compiled
 
-    def _try(self, written: CallGrammar, relaxed: Sequence[str]) -> _CompiledCalls:
+    def _try(self, written: CallGrammar, deviations: Sequence[str]) -> _CompiledCalls:
         grammar = self._rules.grammars.compile(
             Constraint(ConstraintKind.GRAMMAR, written.text, param="tools"), is_of_calls=True
         )
-        grammar = replace(grammar, relaxed=(*relaxed, *grammar.relaxed))
+        grammar = replace(grammar, deviations=(*deviations, *grammar.deviations))
         finish = EarlyFinish(self._encode, grammar.vocab_size, self._eos_ids, written.value_ends, written.ends)
         return _CompiledCalls(written.text, grammar, finish, finish.shortest(grammar.walk()))
 

@@ -58,7 +58,7 @@ def _diagnostics(diagnosis: Diagnosis) -> AnthropicDiagnostics | None:
         return AnthropicDiagnostics(CacheMissReason("previous_message_not_found"))
     if diagnosis.is_other_model:
         return AnthropicDiagnostics(CacheMissReason("model_changed", diagnosis.other.timing.prompt_tokens))
-    if not diagnosis.is_settled:
+    if not diagnosis.is_final:
         return AnthropicDiagnostics(None)
     if (cause := diagnosis.difference) is not None:
         return AnthropicDiagnostics(_reason(diagnosis, cause))

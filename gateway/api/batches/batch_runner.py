@@ -79,7 +79,7 @@ class RunningBatch:
         return [model for model, lines in self._waiting.items() if lines]
 
     @property
-    def is_settled(self) -> bool:
+    def has_no_more_lines(self) -> bool:
         """Whether no line runs, and none will be started."""
         return not self.running and not self.writing and (self.stopped is not None or not self.waiting)
 
@@ -300,18 +300,18 @@ class BatchRunner:
             for name in self._store.expired(now):
                 await self._store.delete(name)
         for batch in list(self._running.values()):
-            await self._tend(batch, now)
+            await self._open_or_end(batch, now)
         if self._running:
             self._yield_memory()
             await self._start_lines()
 
-    async def _tend(self, batch: RunningBatch, now: float) -> None:
+    async def _open_or_end(self, batch: RunningBatch, now: float) -> None:
         """Open a new batch, and end one that has no more lines or no more time."""
         if not batch.is_open and not batch.batch.has_ended:
             await batch.open(self._services.config.server.max_body_bytes + LINE_BYTES_BEYOND_BODY)
-        if batch.is_open and not batch.is_settled and batch.stopped is None and now >= batch.batch.expires:
+        if batch.is_open and not batch.has_no_more_lines and batch.stopped is None and now >= batch.batch.expires:
             batch.expire()
-        if batch.is_open and batch.is_settled:
+        if batch.is_open and batch.has_no_more_lines:
             await batch.end()
         if batch.batch.has_ended:
             del self._running[batch.batch.id]

@@ -159,7 +159,7 @@ def begin_reading(
     if unknown:
         services.metrics.model(model.name).ignored_fields += len(unknown)
     caller = record.caller
-    services.admission.check(model, sequences, caller.queue_share)
+    services.admission.check(model, sequences, caller.queue_quota_percent)
     if caller.meter is not None:
         caller.meter.check(sequences)
     return model
@@ -283,9 +283,9 @@ async def call_worker(
 ) -> Tokenized:
     """Send a tokenize or detokenize call of about `estimate` tokens to the model's worker. Raises `ApiError`."""
     caller = record.caller
-    share = caller.queue_share
+    quota_percent = caller.queue_quota_percent
     with ExitStack() as held:
-        held.enter_context(services.admission.tokenize_call(model, caller.key, share))
+        held.enter_context(services.admission.tokenize_call(model, caller.key, quota_percent))
         charge = None if caller.meter is None else held.enter_context(caller.meter.tokenize_call(estimate))
         held.enter_context(services.pool.broker.lease(model.name))
         answer = await _answer(services, record, model, make_call)

@@ -77,9 +77,9 @@ async def load_or_unload(
 
 async def _load(services: Services, record: RequestRecord, model: ModelConfig) -> None:
     caller, queue_s = record.caller, services.config.server.queue_timeout_s
-    share = caller.queue_share
+    quota_percent = caller.queue_quota_percent
     with ExitStack() as held:
-        held.enter_context(services.admission.lease(model, 1, caller.key, share))
+        held.enter_context(services.admission.lease(model, 1, caller.key, quota_percent))
         held.enter_context(services.pool.broker.lease(model.name))
         try:
             async with asyncio.timeout(queue_s or None):

@@ -129,7 +129,7 @@ class ChatFold(ChoiceFold[ChatChoice, _PartialChat]):
     def __init__(self, heading: Heading) -> None:
         super().__init__(heading, ChatCompletion, _PartialChat)
 
-    def _take(self, choice: _PartialChat, delta: Delta) -> None:
+    def _add(self, choice: _PartialChat, delta: Delta) -> None:
         if delta.logprobs is not None:
             choice.logprobs = choice.logprobs if choice.logprobs is not None else []
             choice.logprobs += chat_logprobs(delta.logprobs)
@@ -246,7 +246,7 @@ class TextFold(ChoiceFold[TextChoice, _PartialText]):
     def __init__(self, heading: Heading) -> None:
         super().__init__(heading, TextCompletion, _PartialText)
 
-    def _take(self, choice: _PartialText, delta: Delta) -> None:
+    def _add(self, choice: _PartialText, delta: Delta) -> None:
         choice.text.append(delta.text)
         if delta.logprobs is not None:
             choice.logprobs = choice.logprobs or TextLogprobsParts()

@@ -191,7 +191,7 @@ class ChoiceFold(ABC, Generic[C, P]):
                 if delta.prompt.logprobs:
                     choice.prompt_logprobs.append(encode_entries(delta.prompt.logprobs))
                 continue
-            self._take(choice, delta)
+            self._add(choice, delta)
             choice.token_ids += delta.token_ids
             if delta.finish is not None:
                 choice.finish, choice.usage = delta.finish, delta.usage
@@ -228,7 +228,7 @@ class ChoiceFold(ABC, Generic[C, P]):
         return logprobs, first.prompt_ids if self._heading.sends_ids else UNSET
 
     @abstractmethod
-    def _take(self, choice: P, delta: Delta) -> None:
+    def _add(self, choice: P, delta: Delta) -> None:
         """Add a delta to its choice."""
 
     @abstractmethod

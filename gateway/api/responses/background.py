@@ -313,7 +313,7 @@ class Background:
 
     async def complete(self) -> None:
         """Write the last event of a response whose tokens are complete."""
-        await self.journal.settle()
+        await self.journal.wait_published()
         last = self.encoder.end()
         if self.run.is_cancelled:
             await self._stored()
@@ -328,7 +328,7 @@ class Background:
         if self.is_left:
             await self.journal.leave()
         else:
-            await self.journal.settle()
+            await self.journal.wait_published()
             last = self.encoder.error(error)
             # The journal does not have the error: the next daemon would resume the response.
             await self._stored()
@@ -378,7 +378,7 @@ class Background:
 
     def _write(self, generation: Generation, deltas: list[Delta]) -> None:
         if deltas:
-            self.journal.append(DeltaRecord(deltas, generation.collector.left_out), self.encoder.encode(deltas))
+            self.journal.append(DeltaRecord(deltas, generation.collector.truncated), self.encoder.encode(deltas))
 
     def check(self) -> None:
         """Raises `ApiError` if the response was cancelled or left before its generation began."""
@@ -491,7 +491,7 @@ class Backgrounds:
         """Return once all states that were kept before are stored, after at most STORE_TIMEOUT_S."""
         with suppress(StoreBroken, TimeoutError):
             async with asyncio.timeout(STORE_TIMEOUT_S):
-                await self._store.settle()
+                await self._store.wait_stored()
 
     def leave(self) -> None:
         """Leave all running responses to the next daemon immediately."""

@@ -24,7 +24,7 @@ from msgspec import Struct
 from gateway.api.responses import response as out
 from gateway.api.responses.request import InputItem, ToolIdentity
 from gateway.disk_and_clock import SYSTEM_DISK, Disk, MakeThread, single_thread
-from gateway.media.read_media import share_bytes
+from gateway.media.read_media import quota_bytes
 from protocol.codec import UNREADABLE
 from protocol.from_worker import Delta
 from protocol.to_worker import Generate
@@ -79,11 +79,11 @@ class StartRecord(Struct, frozen=True, array_like=True, tag=2):
 class DeltaRecord(Struct, frozen=True, array_like=True, tag=3):
     """Deltas that were encoded together. Encoding them together again gives their events the same numbers.
 
-    `left_out` has the numbers of turns and of tokens that were left out of the prompt.
+    `truncated` has the numbers of turns and of tokens that were left out of the prompt.
     """
 
     deltas: list[Delta]
-    left_out: tuple[int, int] = (0, 0)
+    truncated: tuple[int, int] = (0, 0)
 
 
 class ShutdownRecord(Struct, frozen=True, array_like=True, tag=4):
@@ -172,7 +172,7 @@ class ResponseJournal:
     """Journal of one response. Except for work on the file, it is used on the event loop only.
 
     `is_sound` is true while the file has everything that was published to clients. A file that can no longer be written
-    is deleted, and events are then published without it. `owner` is the key whose share of the size limit the file
+    is deleted, and events are then published without it. `owner` is the key whose quota of the size limit the file
     uses. `file` is the file open for appending; None while it is being created, and after it is closed.
     """
 
@@ -191,7 +191,7 @@ class ResponseJournal:
         # `_writing` events.
         self._unshown: list[bytes] = []
         self._writing = 0
-        self._settled: asyncio.Future[None] | None = None
+        self._published: asyncio.Future[None] | None = None
         self._has_begun = False
         self._begun: asyncio.Future[None] | None = None
 
@@ -224,23 +224,23 @@ class ResponseJournal:
         self._unshown.append(events)
         self._journals.wake(self)
 
-    async def settle(self) -> None:
+    async def wait_published(self) -> None:
         """Return once all earlier events are published, after at most WRITE_TIMEOUT_S."""
         if self._unshown:
-            if self._settled is None:
-                self._settled = asyncio.get_running_loop().create_future()
-            await asyncio.shield(self._settled)
+            if self._published is None:
+                self._published = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._published)
 
     async def leave(self) -> None:
         """Write the remaining records, sync the file to the disk, and close it for the next daemon."""
         self.append(ShutdownRecord(), b"")
-        await self.settle()
+        await self.wait_published()
         if self.is_sound:
             await self._journals.close_file(self, is_kept=True)
 
     async def remove(self) -> None:
         """Delete the file, because the response is stored or is not to be stored."""
-        await self.settle()
+        await self.wait_published()
         if self.is_sound:
             self._show_all()
             await self._journals.close_file(self, is_kept=False)
@@ -258,7 +258,7 @@ class ResponseJournal:
         unshown, self._unshown, self._writing = self._unshown, [], 0
         for events in unshown:
             self._show(events)
-        self._note_settled()
+        self._note_published()
         self.note_begun()
 
     def begin_write(self) -> bytes:
@@ -275,12 +275,12 @@ class ResponseJournal:
             if events:
                 self._show(events)
         if not self._unshown:
-            self._note_settled()
+            self._note_published()
 
-    def _note_settled(self) -> None:
-        if self._settled is not None and not self._settled.done():
-            self._settled.set_result(None)
-        self._settled = None
+    def _note_published(self) -> None:
+        if self._published is not None and not self._published.done():
+            self._published.set_result(None)
+        self._published = None
 
 
 class ResponseJournals:
@@ -369,8 +369,8 @@ class ResponseJournals:
     def reserve(self, journal: ResponseJournal, size_bytes: int) -> bool:
         """Reserve `size_bytes` more for a journal. Returns False if there is no room."""
         limit = self._limit_bytes()
-        is_within_share = self._held[journal.owner] + size_bytes <= share_bytes(limit, self._has_others())
-        has_room = self._held.total() + size_bytes <= limit and is_within_share
+        is_within_quota = self._held[journal.owner] + size_bytes <= quota_bytes(limit, self._has_others())
+        has_room = self._held.total() + size_bytes <= limit and is_within_quota
         if has_room:
             self._count(journal, size_bytes)
         return has_room

@@ -103,7 +103,7 @@ class ResponseSocket:
             async with asyncio.TaskGroup() as self._tasks:
                 expiry = loop.call_later(AGE_MAX_S, self.expire)
                 while (message := await self._socket.next_message()) is not None:
-                    await self._take(message)
+                    await self._receive(message)
                 self._left.set()
         finally:
             if expiry is not None:
@@ -127,7 +127,7 @@ class ResponseSocket:
         self._tasks.create_task(self._send_error(_expired(), None))
         self.end()
 
-    async def _take(self, message: IncomingMessage) -> None:
+    async def _receive(self, message: IncomingMessage) -> None:
         stream_id: str | None = None
         try:
             if message.text is None:

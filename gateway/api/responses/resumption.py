@@ -54,12 +54,12 @@ class ReplayedResponse:
     """Result of replaying a journal.
 
     `token_ids` are the tokens so far. `fruitless` is the number of daemons that have begun since the newest journaled
-    tokens, including this one. `left_out` has the numbers of turns and of tokens that were left out of the prompt.
+    tokens, including this one. `truncated` has the numbers of turns and of tokens that were left out of the prompt.
     """
 
     token_ids: list[int] = field(default_factory=list[int])
     fruitless: int = 0
-    left_out: tuple[int, int] = (0, 0)
+    truncated: tuple[int, int] = (0, 0)
 
     def rest_of(self, generate: Generate, rid: int, deadline_ms: int) -> Generate:
         """Return the request for the tokens that are still missing."""
@@ -68,7 +68,7 @@ class ReplayedResponse:
             generate,
             rid=rid,
             resume=tuple(self.token_ids),
-            left_out=self.left_out if is_cut else None,
+            truncated=self.truncated if is_cut else None,
             deadline_ms=deadline_ms,
         )
 
@@ -216,10 +216,10 @@ def replay(background: Background, records: list[JournalRecord]) -> ReplayedResp
                 replayed.fruitless += 1
             case StartRecord():
                 events.add(encoder.started())
-            case DeltaRecord(deltas, left_out):
+            case DeltaRecord(deltas, truncated):
                 events.add(encoder.encode(deltas))
                 replayed.token_ids += [token for delta in deltas for token in delta.token_ids]
-                replayed.left_out, replayed.fruitless = left_out, 0
+                replayed.truncated, replayed.fruitless = truncated, 0
             case ShutdownRecord():
                 pass
         is_certain = isinstance(record, ShutdownRecord)

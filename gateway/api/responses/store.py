@@ -399,7 +399,7 @@ class Store:
             log.error("response store cannot be read: %s", error)
             raise StoreBroken from error
 
-    async def settle(self) -> None:
+    async def wait_stored(self) -> None:
         """Return once all responses that were queued before are stored or have failed. Raises `StoreBroken`."""
         await self.read(lambda _: None)
 

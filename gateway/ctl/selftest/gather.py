@@ -232,7 +232,7 @@ def timing_profile(trial: Trial) -> None:
     trial.loaded()
     trial.ask("A short story:", 200)
     trial.unload("demo")
-    profiles = sorted((trial.home / "state" / "wisdom").glob("demo-*.json"))
+    profiles = sorted((trial.home / "state" / "timings").glob("demo-*.json"))
     trial.note("profile", profiles[-1].read_text()[:600] if profiles else "none")
     for name in ("machdep.cpu.brand_string", "kern.osversion"):
         trial.command(*SYSCTL, name, name=name)

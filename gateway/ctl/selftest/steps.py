@@ -222,7 +222,7 @@ STEPS: Final[tuple[SelftestStep, ...]] = (
         "timing-profile",
         "machine of timing profiles",
         "`worker/engine/scheduling/timing_profile_file.py`",
-        "`state/wisdom/*.json` names chip, `N GPU cores` and `macOS BUILD`; a second start uses it (no `is not "
+        "`state/timings/*.json` names chip, `N GPU cores` and `macOS BUILD`; a second start uses it (no `is not "
         "used` in the log)",
         MAC,
         gather.timing_profile,
@@ -384,7 +384,7 @@ HAND: Final[tuple[HandRow, ...]] = (
     HandRow(
         "whether the Mac is in use",
         "`gateway/workers/power.py`",
-        "`mlxd_pace_duty` is 0.8 within 6 s of an input, 1 after a minute without, 0.6 on battery",
+        "`mlxd_gpu_duty_ratio` is 0.8 within 6 s of an input, 1 after a minute without, 0.6 on battery",
     ),
     HandRow(
         "duty cycle",

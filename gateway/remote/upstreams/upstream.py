@@ -226,7 +226,7 @@ class UpstreamFallback:
                         finally:
                             if request.answer is not None:
                                 await request.answer.close()
-                            self._book(forwarding, body, request, charge)
+                            self._record_usage(forwarding, body, request, charge)
                 except ApiError as error:
                     # A response that has started cannot be continued by another upstream.
                     if not client.is_started:
@@ -236,15 +236,15 @@ class UpstreamFallback:
             if watch.reason is not None:
                 note_cut(record, watch.reason)
 
-    def _book(
+    def _record_usage(
         self,
         forwarding: "_ForwardedRequest",
         body: UpstreamBody,
         request: "_UpstreamRequest",
         charge: UsageCharge | None,
     ) -> None:
-        """Book what an upstream reports, or what the request was expected to take if it was sent and its answer was not
-        received."""
+        """Record the usage that an upstream reports, or the expected usage if the request was sent and its answer was
+        not received."""
         record, answer = request.record, request.answer
         if answer is None and not request.is_sent:
             return
@@ -256,8 +256,8 @@ class UpstreamFallback:
             prompt, completion = prompt or len(forwarding.body) // BYTES_PER_TOKEN, max(completion, int(expected))
         record.prompt_tokens, record.completion_tokens = prompt, completion
         # If the request started and then failed in this gateway, it was already counted.
-        requests = 0 if record.is_booked else body.sequences
-        self._services.ledger.book(record.caller.key or "", forwarding.name, requests, prompt, 0, completion)
+        requests = 0 if record.is_recorded else body.sequences
+        self._services.ledger.record(record.caller.key or "", forwarding.name, requests, prompt, 0, completion)
         if charge is not None:
             charge.prompt, charge.completion = prompt, completion
 

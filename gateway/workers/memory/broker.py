@@ -3,7 +3,7 @@
 `policy.plan` decides; the broker applies its plan, and requests a new plan after every change. The broker runs on the
 event loop.
 
-Escalating memory-pressure levels for a worker above its share, with hysteresis.
+Escalating memory-pressure levels for a worker above its grant, with hysteresis.
 
 Records of the memory broker: pending grants, allocations, and memory of ended processes that is not free yet.
 """
@@ -40,9 +40,9 @@ from protocol.to_worker import SetMemory
 
 log = logging.getLogger(__name__)
 
-# A footprint may exceed its share by this fraction, because freed pages are returned to the system with a delay.
+# A footprint may exceed its grant by this fraction, because freed pages are returned to the system with a delay.
 TOLERANCE: Final = 0.02
-# A worker that stays above its share by this fraction, despite the measures, is restarted.
+# A worker that stays above its grant by this fraction, despite the measures, is restarted.
 CREEP_PART: Final = 0.1
 
 
@@ -78,18 +78,18 @@ class Pressure:
     def measure(self) -> PressureMeasure:
         return MEASURES[self.level]
 
-    def observe(self, now: float, footprint: int, share: int, *, is_short: bool) -> bool:
+    def observe(self, now: float, footprint: int, memory_bytes: int, *, is_short: bool) -> bool:
         """Update the level, and return whether it changed. `is_short` means that the machine is short of memory."""
-        is_creeping = footprint > share + max(self.limits.creep_bytes, int(share * CREEP_PART))
+        is_creeping = footprint > memory_bytes + max(self.limits.creep_bytes, int(memory_bytes * CREEP_PART))
         if not is_creeping:
             self._creeping_since = None
         elif self._creeping_since is None:
             self._creeping_since = now
         before = self.level
-        if is_short or footprint > share * (1 + TOLERANCE):
+        if is_short or footprint > memory_bytes * (1 + TOLERANCE):
             self._relaxed_since = None
             # Only a machine that is short of memory makes a worker refuse new requests: a worker slightly above its
-            # share may stay there.
+            # grant may stay there.
             most = len(MEASURES) - 1 if is_short else len(MEASURES) - 2
             if self.level < most and now - self._changed_at >= self.limits.squeeze_s:
                 self.level += 1
@@ -133,7 +133,7 @@ class Allocation:
     """Memory of a worker, from the grant to the end of its process. Owned by the broker."""
 
     name: str
-    share: int
+    memory_bytes: int
     floor: int
     most: int
     used_at: float
@@ -142,7 +142,7 @@ class Allocation:
     requested_at: float | None = None
     is_swap: bool = False
     gated_at: float | None = None
-    # Share to which the worker was ordered to shrink.
+    # Bytes to which the worker was ordered to shrink.
     shrinking_to: int | None = None
     # Deadline of the order to shrink.
     shrink_ends: float = 0.0
@@ -155,8 +155,8 @@ class Allocation:
 
     @property
     def held(self) -> int:
-        """Bytes that count against the budget: the share or the measured footprint, whichever is larger."""
-        return max(self.share, self.footprint)
+        """Bytes that count against the budget: the grant or the measured footprint, whichever is larger."""
+        return max(self.memory_bytes, self.footprint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class MemoryReturn:
 
     name: str
     pid: int
-    share: int
+    memory_bytes: int
     footprint: int
     available: int
     since: float
@@ -275,11 +275,11 @@ class Broker:
             allocation.requested_at, allocation.used_at = None, now
         self._changed.set()
 
-    def adopt(self, name: str, share: int) -> None:
-        """Record the memory share of an adopted worker, which an earlier gateway started."""
+    def adopt(self, name: str, memory_bytes: int) -> None:
+        """Record the memory of an adopted worker, which an earlier gateway started."""
         need = self._need_here(self._models[name])
-        share = share or need.floor
-        self.allocations[name] = self._new_allocation(name, share, need)
+        memory_bytes = memory_bytes or need.floor
+        self.allocations[name] = self._new_allocation(name, memory_bytes, need)
 
     def _need_here(self, model: ModelConfig) -> Need:
         """Estimate the memory of a model's processes on this machine, which are all local ranks of a group. Reads
@@ -335,7 +335,7 @@ class Broker:
         now = self.clock()
         models = {
             name: ModelMemory(
-                share_bytes=allocation.share,
+                share_bytes=allocation.memory_bytes,
                 floor_bytes=allocation.floor,
                 footprint_bytes=allocation.footprint,
                 idle_s=now - allocation.used_at,
@@ -351,7 +351,7 @@ class Broker:
     def granted(self) -> int:
         """Sum of the bytes granted to workers and the bytes of ended processes that are not free yet."""
         workers = sum(allocation.held for allocation in self.allocations.values())
-        return workers + sum(each.share for each in self._returns)
+        return workers + sum(each.memory_bytes for each in self._returns)
 
     @property
     def has_waiters(self) -> bool:
@@ -368,7 +368,7 @@ class Broker:
                     await self._changed.wait()
             self._changed.clear()
             try:
-                wake_at = self._settle()
+                wake_at = self._plan_memory()
             except Exception:  # The loop must go on after any error.
                 log.exception("internal error while memory was granted")
                 wake_at = self.clock() + FAULT_PAUSE_S
@@ -384,7 +384,7 @@ class Broker:
             return ROOM_POLL_S
         return None if wake_at is None else max(0.0, wake_at - self.clock())
 
-    def _settle(self) -> float | None:
+    def _plan_memory(self) -> float | None:
         """Apply one plan. Return the time at which the next plan is due even without a change."""
         now = self.clock()
         self._check_returns(now)
@@ -403,7 +403,7 @@ class Broker:
 
     def _eviction_terms(self) -> EvictionTerms:
         exiting = [allocation for allocation in self.allocations.values() if self._is_exiting(allocation)]
-        returning = sum(allocation.held for allocation in exiting) + sum(each.share for each in self._returns)
+        returning = sum(allocation.held for allocation in exiting) + sum(each.memory_bytes for each in self._returns)
         memory, residency_s, available = self._memory, self._limits.residency_s, self.machine.available()
         return EvictionTerms(self.budget, memory.max_loaded, residency_s, returning, len(exiting), available)
 
@@ -429,7 +429,7 @@ class Broker:
             is_pinned=self.is_pinned(allocation.name),
             gated_at=allocation.gated_at,
             shrinking_to=allocation.shrinking_to,
-            ready_at=worker.incarnation.ready_at,
+            ready_at=worker.process.ready_at,
             used_at=allocation.used_at,
         )
 
@@ -451,10 +451,10 @@ class Broker:
             elif name not in plan.gated and allocation.gated_at is not None and not allocation.evict_reason:
                 allocation.gated_at = None
                 self.workers[name].open_gate()
-        for name, share in plan.shrinks:
-            self._shrink(self.allocations[name], share, now)
-        for name, share in plan.grants:
-            self._grant(self._pending[name], share, now)
+        for name, memory_bytes in plan.shrinks:
+            self._shrink(self.allocations[name], memory_bytes, now)
+        for name, memory_bytes in plan.grants:
+            self._grant(self._pending[name], memory_bytes, now)
         if (plan.evictions or plan.gated or plan.shrinks) and (queue := self._queue()):
             queue[0].is_swap |= bool(plan.evictions or plan.gated)
 
@@ -467,21 +467,23 @@ class Broker:
         allocation.evict_reason = reason
         allocation.pid, allocation.available = worker.pid, self.machine.available()
         # The process's exit is expected to free this footprint.
-        allocation.footprint = sum(map(self.machine.footprint, worker.incarnation.pids)) or allocation.footprint
+        allocation.footprint = sum(map(self.machine.footprint, worker.process.pids)) or allocation.footprint
         self._events.model_evicted(name, reason)
         return True
 
-    def _grant(self, pending: PendingGrant, share: int, now: float) -> None:
-        allocation = self._new_allocation(pending.name, share, pending.need)
+    def _grant(self, pending: PendingGrant, memory_bytes: int, now: float) -> None:
+        allocation = self._new_allocation(pending.name, memory_bytes, pending.need)
         allocation.requested_at, allocation.is_swap = pending.since, pending.is_swap
         self.allocations[pending.name] = allocation
-        pending.answer.set_result(share)
+        pending.answer.set_result(memory_bytes)
         reason = "swap" if pending.is_swap else "room"
         self._events.memory_granted(pending.name, now - pending.since, reason)
-        log.info("model %s is granted %d MiB (%s)", pending.name, share >> 20, reason)
+        log.info("model %s is granted %d MiB (%s)", pending.name, memory_bytes >> 20, reason)
 
-    def _new_allocation(self, name: str, share: int, need: Need) -> Allocation:
-        return Allocation(name, share, min(share, need.floor), need.most, self.clock(), Pressure(self._limits))
+    def _new_allocation(self, name: str, memory_bytes: int, need: Need) -> Allocation:
+        return Allocation(
+            name, memory_bytes, min(memory_bytes, need.floor), need.most, self.clock(), Pressure(self._limits)
+        )
 
     def _refuse(self, infeasible: Infeasible) -> None:
         pending = self._pending[infeasible.name]
@@ -490,41 +492,41 @@ class Broker:
         message = f"model '{infeasible.name}' {why}"
         pending.answer.set_exception(ModelUnavailable(Failure(Code.DOES_NOT_FIT, message)))
 
-    # -- changes of shares -------------------------------------------------------------------------------------------
+    # -- changes of grants -------------------------------------------------------------------------------------------
 
-    def send_share(self, allocation: Allocation, share: int) -> bool:
-        """Send a worker its share and its pressure measure. Return False if the worker cannot be reached."""
+    def send_grant(self, allocation: Allocation, memory_bytes: int) -> bool:
+        """Send a worker its grant and its pressure measure. Return False if the worker cannot be reached."""
         worker, measure = self.workers[allocation.name], allocation.pressure.measure
-        return worker.incarnation.send(SetMemory(share, measure.kv_part, measure.cache_part))
+        return worker.process.send(SetMemory(memory_bytes, measure.kv_part, measure.cache_part))
 
-    def _shrink(self, allocation: Allocation, share: int, now: float) -> None:
-        if self.send_share(allocation, share):
-            log.info("model %s gives back %d MiB", allocation.name, (allocation.share - share) >> 20)
-            allocation.shrinking_to, allocation.shrink_ends = share, now + SHRINK_DEADLINE_S
+    def _shrink(self, allocation: Allocation, memory_bytes: int, now: float) -> None:
+        if self.send_grant(allocation, memory_bytes):
+            log.info("model %s gives back %d MiB", allocation.name, (allocation.memory_bytes - memory_bytes) >> 20)
+            allocation.shrinking_to, allocation.shrink_ends = memory_bytes, now + SHRINK_DEADLINE_S
 
     def _end_shrinking(self, allocation: Allocation, now: float) -> None:
-        """Lower a share once the worker has shrunk to the ordered size. At the deadline, lower it to the size that the
+        """Lower a grant once the worker has shrunk to the ordered size. At the deadline, lower it to the size that the
         worker has reached.
         """
         target = allocation.shrinking_to
         if target is None:
             return
         worker = self.workers[allocation.name]
-        worker.incarnation.ping()
+        worker.process.ping()
         stats = worker.stats
-        if stats is not None and stats.share_bytes == target:
-            allocation.footprint = sum(map(self.machine.footprint, worker.incarnation.pids))
+        if stats is not None and stats.granted_bytes == target:
+            allocation.footprint = sum(map(self.machine.footprint, worker.process.pids))
             if allocation.footprint <= target:
-                allocation.share, allocation.shrinking_to = target, None
+                allocation.memory_bytes, allocation.shrinking_to = target, None
                 return
         if now >= allocation.shrink_ends:
             held = (
                 max(target, allocation.footprint)
-                if stats is not None and stats.share_bytes == target
+                if stats is not None and stats.granted_bytes == target
                 else allocation.held
             )
             log.warning("model %s holds %d MiB, above its target of %d", allocation.name, held >> 20, target >> 20)
-            allocation.share = allocation.floor = held
+            allocation.memory_bytes = allocation.floor = held
             allocation.shrinking_to = None
 
     # -- memory of ended processes -----------------------------------------------------------------------------------

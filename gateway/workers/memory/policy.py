@@ -31,26 +31,26 @@ class LoadClaim:
 
 @dataclass(frozen=True, slots=True)
 class ModelSnapshot:
-    """Model that has memory: `floor` bytes of its `share` are its own, and the rest is a loan. Times are monotonic
-    seconds.
+    """Model that has memory: `floor` of its `memory_bytes` are its own, and the rest is a loan. Times are
+    monotonic seconds.
     """
 
     name: str
-    share: int
+    memory_bytes: int
     floor: int
     is_ready: bool
     is_busy: bool
     is_pinned: bool
     # Time at which the model's gate was closed; None while the gate is open.
     gated_at: float | None
-    # The share to which the worker was ordered to shrink, until the worker has reached it.
+    # The bytes to which the worker was ordered to shrink, until the worker has reached it.
     shrinking_to: int | None
     ready_at: float
     used_at: float
 
     @property
     def loan(self) -> int:
-        return self.share - self.floor
+        return self.memory_bytes - self.floor
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class MemoryPlan:
 def plan(claims: Sequence[LoadClaim], models: Sequence[ModelSnapshot], terms: EvictionTerms, now: float) -> MemoryPlan:
     """Make a plan for `claims`, which are in order of arrival."""
     plan = MemoryPlan()
-    free = terms.budget - sum(model.share for model in models) - terms.returning
+    free = terms.budget - sum(model.memory_bytes for model in models) - terms.returning
     places = terms.max_loaded - len(models) - terms.exiting if terms.max_loaded else len(claims)
     waiting = [claim for claim in claims if not _is_hopeless(claim, models, terms, plan)]
     is_first = True
@@ -112,9 +112,9 @@ def plan(claims: Sequence[LoadClaim], models: Sequence[ModelSnapshot], terms: Ev
             if terms.available is not None:
                 spare = min(spare, terms.available - floor)
             loan = int(max(0, spare) * LENT_PART) if is_first else 0
-            share = min(max(claim.most, floor), floor + loan)
-            plan.grants.append((claim.name, share))
-            free -= share
+            memory_bytes = min(max(claim.most, floor), floor + loan)
+            plan.grants.append((claim.name, memory_bytes))
+            free -= memory_bytes
             places -= 1
         elif is_first:
             # Later claims may use only memory that this claim cannot use.
@@ -128,7 +128,7 @@ def plan(claims: Sequence[LoadClaim], models: Sequence[ModelSnapshot], terms: Ev
 def relieve(models: Sequence[ModelSnapshot], terms: EvictionTerms, now: float) -> MemoryPlan:
     """Plan the evictions and shrinks that follow from a lowered limit, while no claim waits."""
     plan = MemoryPlan()
-    missing = sum(model.share for model in models) + terms.returning - terms.budget
+    missing = sum(model.memory_bytes for model in models) + terms.returning - terms.budget
     places = len(models) + terms.exiting - terms.max_loaded if terms.max_loaded else 0
     if missing > 0 or places > 0:
         _make_room(missing, places, models, terms, now, plan)
@@ -166,17 +166,20 @@ def _make_room(
 ) -> int:
     """Plan to free `missing` bytes and `places` of the `max_loaded` places. Return the bytes that will be freed."""
     places -= terms.exiting
-    promised = terms.returning + sum(t.share - t.shrinking_to for t in models if t.shrinking_to is not None)
+    promised = terms.returning + sum(t.memory_bytes - t.shrinking_to for t in models if t.shrinking_to is not None)
     lenders = {t.name: t.loan for t in models if t.is_ready and t.shrinking_to is None and t.loan > 0}
     victims: list[ModelSnapshot] = []
     short = missing - promised - sum(lenders.values())
     if short > 0 or places > 0:
-        kept = {t.name: t.share - lenders.get(t.name, 0) if t.shrinking_to is None else t.shrinking_to for t in models}
+        kept = {
+            t.name: t.memory_bytes - lenders.get(t.name, 0) if t.shrinking_to is None else t.shrinking_to
+            for t in models
+        }
         victims = _victims(short, places, models, kept, terms, now, plan)
         if not victims:
             return promised
     for model in victims:
-        promised += model.share if model.shrinking_to is None else model.shrinking_to
+        promised += model.memory_bytes if model.shrinking_to is None else model.shrinking_to
         lenders.pop(model.name, None)
         if model.is_busy:
             plan.gated.add(model.name)
@@ -185,7 +188,7 @@ def _make_room(
     # Loans are taken back from the least recently used model first, and only as far as needed.
     for model in sorted(models, key=lambda model: model.used_at):
         if (part := min(lenders.get(model.name, 0), missing - promised)) > 0:
-            plan.shrinks.append((model.name, model.share - part))
+            plan.shrinks.append((model.name, model.memory_bytes - part))
             promised += part
     return promised
 

@@ -56,7 +56,7 @@ class MemoryWatch:
     async def _measure(self) -> None:
         """Measure the workers' footprints in a thread, because counting the pages of a large process takes long."""
         machine, workers, allocations = self._broker.machine, self._broker.workers, self._broker.allocations
-        pids = {name: workers[name].incarnation.pids for name in allocations}
+        pids = {name: workers[name].process.pids for name in allocations}
 
         def footprints() -> dict[str, int]:
             return {name: sum(map(machine.footprint, own)) for name, own in pids.items() if own}
@@ -64,7 +64,7 @@ class MemoryWatch:
         for name, footprint in (await asyncio.to_thread(footprints)).items():
             allocation = allocations.get(name)
             # The worker's process may have been replaced during the measurement.
-            is_same = allocation is not None and workers[name].incarnation.pids == pids[name]
+            is_same = allocation is not None and workers[name].process.pids == pids[name]
             if allocation is not None and is_same and not allocation.evict_reason:
                 allocation.pid, allocation.footprint = pids[name][0], footprint
 
@@ -76,22 +76,22 @@ class MemoryWatch:
 
     def _press(self, allocation: Allocation, worker: WorkerHandle, now: float, is_short: bool) -> None:
         pressure = allocation.pressure
-        if pressure.observe(now, allocation.footprint, allocation.share, is_short=is_short):
+        if pressure.observe(now, allocation.footprint, allocation.memory_bytes, is_short=is_short):
             log.warning(
                 "model %s holds %d MiB of its %d MiB%s: measure %d",
                 allocation.name,
                 allocation.footprint >> 20,
-                allocation.share >> 20,
+                allocation.memory_bytes >> 20,
                 ", and the machine is short of memory" if is_short else "",
                 pressure.level,
             )
-            self._broker.send_share(allocation, allocation.shrinking_to or allocation.share)
+            self._broker.send_grant(allocation, allocation.shrinking_to or allocation.memory_bytes)
             if pressure.level:
                 self._events.memory_trimmed(allocation.name)
-        worker.incarnation.overload = _OVERLOAD if pressure.measure.is_refusing else None
+        worker.process.overload = _OVERLOAD if pressure.measure.is_refusing else None
         if pressure.is_hopeless(now) and self._may_recycle(allocation.name, now):
             self._recycled_at[allocation.name] = now
-            log.warning("model %s is restarted: its memory has grown past its share", allocation.name)
+            log.warning("model %s is restarted: its memory has grown past its grant", allocation.name)
             self._events.worker_recycled(allocation.name)
             worker.recycle()
 
@@ -110,12 +110,12 @@ class MemoryWatch:
         broker = self._broker
         spare = min(broker.budget - broker.granted, broker.machine.available())
         for allocation in sorted(broker.allocations.values(), key=lambda allocation: -allocation.used_at):
-            more = min(int(spare * LENT_PART), allocation.most - allocation.share)
-            loan = allocation.share - allocation.floor
+            more = min(int(spare * LENT_PART), allocation.most - allocation.memory_bytes)
+            loan = allocation.memory_bytes - allocation.floor
             is_calm = allocation.shrinking_to is None and not allocation.pressure.level and not allocation.evict_reason
             is_ready = broker.workers[allocation.name].state is State.READY
             is_worthwhile = more >= max(LEND_MIN_BYTES, loan)
-            if is_calm and is_ready and is_worthwhile and broker.send_share(allocation, allocation.share + more):
-                allocation.share += more
+            if is_calm and is_ready and is_worthwhile and broker.send_grant(allocation, allocation.memory_bytes + more):
+                allocation.memory_bytes += more
                 spare -= more
                 self._lent_at = now

@@ -70,7 +70,7 @@ class EventKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerEvent:
-    """Event of one incarnation of the worker."""
+    """Event of one process of the worker."""
 
     kind: EventKind
     epoch: int
@@ -79,7 +79,7 @@ class WorkerEvent:
 @dataclass(frozen=True, slots=True)
 class MemoryGranted:
     epoch: int
-    share_bytes: int
+    memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class HeartbeatDue:
     pass
 
 
-# Messages that are about one incarnation, and ignored after the next incarnation has begun. The link drops stale Pongs.
+# Messages that are about one process, and ignored after the next process has begun. The link drops stale Pongs.
 EpochMessage = (
     WorkerEvent
     | MemoryGranted

@@ -29,7 +29,7 @@ _SUFFIX: Final = ".json"
 _ENDED: Final = "it has ended"
 
 
-class WorkerProcess(Struct, frozen=True, kw_only=True):
+class ProcessIdentity(Struct, frozen=True, kw_only=True):
     """Identity of a worker's process. Its arguments contain its epoch, which is never reused."""
 
     pid: Annotated[int, Meta(gt=1, lt=2**31)]
@@ -60,25 +60,25 @@ class WorkerProcess(Struct, frozen=True, kw_only=True):
         return not self.mismatch()
 
 
-class WorkerRecord(WorkerProcess, frozen=True, kw_only=True):
+class WorkerRecord(ProcessIdentity, frozen=True, kw_only=True):
     """Content of a state file: the process, and its specification, which is compared with the configuration."""
 
     spec: WorkerSpec
     # Written for the previous version of this program, which identifies a process by this field.
     create_time: float = 0.0
     # Processes of the group's other local ranks.
-    ranks: list[WorkerProcess] = []
+    ranks: list[ProcessIdentity] = []
 
 
 @dataclass(frozen=True, slots=True)
 class Survivor:
-    """Worker of an earlier gateway. If its specification cannot be decoded, `spec` is None and `problem` the reason."""
+    """Worker of an earlier gateway. If its specification cannot be decoded, `spec` is None and `reason` says why."""
 
     name: str
-    process: WorkerProcess
+    process: ProcessIdentity
     spec: WorkerSpec | None
-    problem: str = ""
-    ranks: tuple[WorkerProcess, ...] = ()
+    reason: str = ""
+    ranks: tuple[ProcessIdentity, ...] = ()
 
 
 class Registry:
@@ -106,7 +106,7 @@ class Registry:
             self._disk.unlink(self._file(name))
 
     def survivors(
-        self, mismatch: Callable[[WorkerProcess], str] = WorkerProcess.mismatch, running: Iterable[Survivor] = ()
+        self, mismatch: Callable[[ProcessIdentity], str] = ProcessIdentity.mismatch, running: Iterable[Survivor] = ()
     ) -> list[Survivor]:
         """Return workers of an earlier gateway that still run. Remove all other state files, and log the reasons.
 
@@ -172,7 +172,7 @@ class ProcessTable(Protocol):
         ...
 
     def adopt(self, survivor: Survivor) -> WorkerPort: ...
-    def mismatch(self, process: WorkerProcess) -> str:
+    def mismatch(self, process: ProcessIdentity) -> str:
         """Return why a pid is not this process; empty if this process still runs."""
         ...
 
@@ -183,7 +183,7 @@ class ProcessTable(Protocol):
 
 def _decode(name: str, content: bytes) -> Survivor:
     """Decode a state file. Raises `msgspec.DecodeError` if it does not identify a process."""
-    process = msgspec.json.decode(content, type=WorkerProcess)
+    process = msgspec.json.decode(content, type=ProcessIdentity)
     try:
         record = msgspec.json.decode(content, type=WorkerRecord)
         return Survivor(name, process, record.spec, ranks=tuple(record.ranks))

@@ -16,7 +16,7 @@ import psutil
 
 from gateway.workers.supervisor.child import Child, Output, start_ticks, wait_exit
 from gateway.workers.supervisor.ranks import RankGroup, RemoteRank, input_of, ranks_of, ssh_command, variables_of
-from gateway.workers.supervisor.registry import Registry, Survivor, WorkerProcess, WorkerRecord
+from gateway.workers.supervisor.registry import ProcessIdentity, Registry, Survivor, WorkerRecord
 from gateway.workers.supervisor.state import WorkerPort
 from protocol.failures import Failure
 from protocol.spec import STDIN, GroupSpec, WorkerSpec
@@ -59,7 +59,7 @@ class Spawner:
         label = f"{spec.name}#{spec.epoch}"
         lead, argv = self._start(first, label, lambda: self._registry.remove(spec.name))
         children, followers = [lead], list[WorkerPort]()
-        recorded: list[WorkerProcess] = []
+        recorded: list[ProcessIdentity] = []
         with contextlib.ExitStack() as undo:
             undo.callback(lambda: _kill(children, [lead, *followers]))
             for rank, each in enumerate(others, 1):
@@ -70,7 +70,7 @@ class Spawner:
                     continue
                 child, own = self._start(each, f"{label}/{rank}", lambda: None)
                 ticks = start_ticks(child.pid)
-                recorded.append(WorkerProcess(pid=child.pid, epoch=spec.epoch, argv=own, start_ticks=ticks))
+                recorded.append(ProcessIdentity(pid=child.pid, epoch=spec.epoch, argv=own, start_ticks=ticks))
                 children.append(child)
                 followers.append(child)
             undo.pop_all()
@@ -128,7 +128,7 @@ class Spawner:
             undo.pop_all()
         return Child(popen, Output(read_fd, label), forget)
 
-    def mismatch(self, process: WorkerProcess) -> str:
+    def mismatch(self, process: ProcessIdentity) -> str:
         return process.mismatch()
 
     def running(self) -> list[Survivor]:
@@ -176,7 +176,7 @@ def _kill(children: Sequence[Child], processes: Sequence[WorkerPort]) -> None:
         process.close()
 
 
-def _record(pid: int, spec: WorkerSpec, argv: list[str], ranks: list[WorkerProcess]) -> WorkerRecord:
+def _record(pid: int, spec: WorkerSpec, argv: list[str], ranks: list[ProcessIdentity]) -> WorkerRecord:
     create_time = 0.0
     with contextlib.suppress(psutil.Error):
         create_time = psutil.Process(pid).create_time()
@@ -200,7 +200,7 @@ def _worker_of(process: psutil.Process, home: Path) -> Survivor | None:
             return None
     except (psutil.Error, OSError, ValueError):
         return None
-    worker = WorkerProcess(pid=process.pid, epoch=epoch, argv=argv, start_ticks=start_ticks(process.pid))
+    worker = ProcessIdentity(pid=process.pid, epoch=epoch, argv=argv, start_ticks=start_ticks(process.pid))
     return Survivor(name, worker, None, "it has no state file")
 
 
@@ -209,7 +209,7 @@ class AdoptedProcess:
 
     is_adopted: bool = True
 
-    def __init__(self, process: WorkerProcess, forget: Callable[[], None]) -> None:
+    def __init__(self, process: ProcessIdentity, forget: Callable[[], None]) -> None:
         self._process = process
         self._forget = forget
 

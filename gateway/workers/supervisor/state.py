@@ -59,7 +59,7 @@ class WorkerLimits:
     measure_interval_s: float = 1.0
     squeeze_s: float = 3.0
     relax_s: float = 30.0
-    # A worker that stays at least `creep_bytes` above its share for `creep_s` is restarted. A model is restarted for
+    # A worker that stays at least `creep_bytes` above its grant for `creep_s` is restarted. A model is restarted for
     # this at most once per `recycle_s`, and any model at most once per `recycle_gap_s`.
     creep_s: float = 10.0
     creep_bytes: int = 64 << 20
@@ -124,7 +124,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of one loaded model. `floor_bytes` is its share without loans."""
+    """Memory of one loaded model. `floor_bytes` is its grant without loans."""
 
     share_bytes: int
     floor_bytes: int
@@ -204,7 +204,7 @@ class Effects:
     link: WorkerLink
     events: Events
     limits: WorkerLimits
-    # `admit` waits for memory and returns the worker's share in bytes, 0 for no limit. It raises `ModelUnavailable` if
+    # `admit` waits for memory and returns the worker's grant in bytes, 0 for no limit. It raises `ModelUnavailable` if
     # the model can never be granted any.
     admit: Callable[[WorkerSpec], Awaitable[int]]
     # `on_state` is called with a worker's name and its new state.

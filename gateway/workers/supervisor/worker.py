@@ -3,8 +3,9 @@
     STOPPED → STARTING → LOADING → READY → DRAINING → STOPPING → STOPPED, or BACKOFF, FAILED, INCOMPATIBLE after a crash
 
 `run` is the single writer: it handles one inbox message after another and waits for nothing else. Callers wait on
-futures. Tasks wait for memory, exits and delays, and report to the inbox. The state of one process is in its
-incarnation, the rules for its exit in `exits_and_restarts.py`; sequences without a process are parked in the link.
+futures. Tasks wait for memory, exits and delays, and report to the inbox. The state of one process is in
+`worker_process.py`, the rules for its exit in `exits_and_restarts.py`; sequences without a process are parked in the
+link.
 
 Handle of a worker: the state and the commands that the pool, the memory broker and requests use.
 """
@@ -23,8 +24,8 @@ from gateway.link.transport import SendFailed, SequenceProgressed
 from gateway.workers.supervisor import inbox
 from gateway.workers.supervisor.exits_and_restarts import RestartPolicy
 from gateway.workers.supervisor.inbox import CommandKind, EventKind, Waiter, Waiters, WorkerInbox
-from gateway.workers.supervisor.incarnation import Incarnation
 from gateway.workers.supervisor.state import SHUTTING_DOWN, Effects, ModelUnavailable, State, WorkerPort, WorkerView
+from gateway.workers.supervisor.worker_process import WorkerProcess
 from protocol import PROTOCOL
 from protocol.failures import Code, Failure
 from protocol.from_worker import AdaptersSet, Drained, Goodbye, Hello, Loading, Pong, Ready
@@ -43,7 +44,7 @@ class WorkerHandle:
     broker sets, and a failed send.
     """
 
-    incarnation: Incarnation
+    process: WorkerProcess
 
     def __init__(self, spec: WorkerSpec, effects: Effects, *, is_preload: bool) -> None:
         self.name = spec.name
@@ -67,7 +68,7 @@ class WorkerHandle:
     @property
     def is_ready(self) -> bool:
         """Whether the worker takes new requests."""
-        is_held = self.incarnation.is_unreachable or self.incarnation.is_gated or self.parked.is_isolating
+        is_held = self.process.is_unreachable or self.process.is_gated or self.parked.is_isolating
         return self.state is State.READY and not is_held
 
     @property
@@ -84,19 +85,19 @@ class WorkerHandle:
 
     @property
     def epoch(self) -> int:
-        return self.incarnation.epoch
+        return self.process.epoch
 
     @property
     def ready(self) -> Ready | None:
-        return self.incarnation.ready
+        return self.process.ready
 
     @property
     def pid(self) -> int:
-        return self.incarnation.pid
+        return self.process.pid
 
     @property
     def stats(self) -> Stats | None:
-        return self.incarnation.stats
+        return self.process.stats
 
     @property
     def retry_after_s(self) -> float:
@@ -104,18 +105,18 @@ class WorkerHandle:
         return self.restart_policy.wait_s(self._effects.now()) if is_waiting else 0.0
 
     def view(self) -> WorkerView:
-        incarnation = self.incarnation
-        loading = incarnation.loading
+        process = self.process
+        loading = process.loading
         return WorkerView(
             name=self.name,
             path=self.spec.path,
             state=self.state,
-            epoch=incarnation.epoch,
-            pid=incarnation.pid,
-            is_adopted=incarnation.is_adopted,
+            epoch=process.epoch,
+            pid=process.pid,
+            is_adopted=process.is_adopted,
             is_preload=self.is_preload and not self.was_evicted,
-            ready=incarnation.ready,
-            stats=incarnation.stats,
+            ready=process.ready,
+            stats=process.stats,
             stage=loading.stage if loading is not None else "",
             loaded_bytes=loading.done_bytes if loading is not None else 0,
             total_bytes=loading.total_bytes if loading is not None else 0,
@@ -127,7 +128,7 @@ class WorkerHandle:
 
     def refusal(self, request: Generate) -> Failure | None:
         """Return the reason to refuse a request (short memory, quarantine), or None."""
-        if (overload := self.incarnation.overload) is not None:
+        if (overload := self.process.overload) is not None:
             self._events.memory_refused(self.name)
             return overload
         return self.parked.quarantine.refusal(request, self._effects.now())
@@ -166,8 +167,8 @@ class WorkerHandle:
 
     def kill(self) -> None:
         """Send the process SIGKILL at once."""
-        if (process := self.incarnation.process) is not None:
-            process.signal(signal.SIGKILL)
+        if (port := self.process.port) is not None:
+            port.signal(signal.SIGKILL)
 
     async def _command(self, command: Callable[[Waiter], inbox.InboxMessage]) -> None:
         if self._inbox.is_closed:
@@ -192,11 +193,11 @@ class WorkerHandle:
 
     def close_gate(self) -> None:
         """Make new requests wait from now on."""
-        self.incarnation.is_gated = True
+        self.process.is_gated = True
 
     def open_gate(self) -> None:
-        if self.incarnation.is_gated:
-            self.incarnation.is_gated = False
+        if self.process.is_gated:
+            self.process.is_gated = False
             self._inbox.put(inbox.WorkerEvent(EventKind.REOPEN, self.epoch))
 
     # -- waiting callers and sequences ---------------------------------------------------------------------------------
@@ -207,7 +208,7 @@ class WorkerHandle:
 
     @property
     def _has_demand(self) -> bool:
-        return self.incarnation.has_successor or self._waiters.has_any() or self.parked.has_any
+        return self.process.has_successor or self._waiters.has_any() or self.parked.has_any
 
     def _fail_waiting(self, failure: Failure) -> None:
         """Fail waiting callers and parked sequences."""
@@ -225,7 +226,7 @@ class WorkerHandle:
 
 
 class Worker(WorkerHandle):
-    """Worker of one model over all its processes. All waiting callers are answered when a settled state is entered."""
+    """Worker of one model over all its processes. All waiting callers are answered when it has no process."""
 
     def __init__(
         self,
@@ -246,7 +247,7 @@ class Worker(WorkerHandle):
         self._alarm_token = 0
         self._is_closing = False
         # Epoch 0: no process has been started yet.
-        self.incarnation = self._new_incarnation(0)
+        self.process = self._new_process(0)
 
     # -- the single writer ---------------------------------------------------------------------------------------------
 
@@ -270,9 +271,9 @@ class Worker(WorkerHandle):
             self._stoppers.wake()
 
     def _handle(self, message: inbox.InboxMessage) -> None:
-        incarnation = self.incarnation
+        process = self.process
         # Messages about an earlier process are stale.
-        if isinstance(message, inbox.EpochMessage) and message.epoch != incarnation.epoch:
+        if isinstance(message, inbox.EpochMessage) and message.epoch != process.epoch:
             return
         match message:
             case inbox.WorkerCommand(kind, waiter):
@@ -283,8 +284,8 @@ class Worker(WorkerHandle):
                 self._on_change(message)
             case inbox.AdoptProcess():
                 self._on_adopt(message)
-            case inbox.MemoryGranted(_, share_bytes):
-                self._on_granted(share_bytes)
+            case inbox.MemoryGranted(_, memory_bytes):
+                self._on_granted(memory_bytes)
             case inbox.MemoryDenied(_, failure):
                 self._on_denied(failure)
             case Hello():
@@ -292,7 +293,7 @@ class Worker(WorkerHandle):
             case Loading():
                 self._on_loading(message)
             case AdaptersSet() | Goodbye():
-                incarnation.note(message)
+                process.note(message)
             case Ready():
                 self._on_ready(message)
             case Drained():
@@ -327,7 +328,7 @@ class Worker(WorkerHandle):
             self.restart_policy.reset()
         if kind is CommandKind.RESTART:
             # The restart goes on even if the operator disconnects.
-            self.incarnation.has_successor = True
+            self.process.has_successor = True
             if self.is_resident:
                 self._replace()
         match self.state:
@@ -350,14 +351,14 @@ class Worker(WorkerHandle):
     def _on_stop(self, command: inbox.StopWorker) -> None:
         self._stoppers.add(command.waiter)
         self._is_closing |= command.is_closing
-        self.incarnation.has_successor = False
+        self.process.has_successor = False
         unloaded = command.reason or Failure(Code.DRAINING, f"model '{self.name}' was unloaded")
         self._fail_waiting(SHUTTING_DOWN if self._is_closing else unloaded)
         match self.state:
             case State.READY:
                 self._enter(State.DRAINING)
                 # The alarm ends a worker that does not keep the drain's deadline.
-                if command.drain_s > 0 and self.incarnation.send(Drain(command.drain_s)):
+                if command.drain_s > 0 and self.process.send(Drain(command.drain_s)):
                     self._set_alarm(command.drain_s + 1.0)
                 else:
                     self._terminate()
@@ -369,13 +370,13 @@ class Worker(WorkerHandle):
                 pass
             case State.STOPPED | State.BACKOFF | State.FAILED | State.INCOMPATIBLE:
                 self.restart_policy.reset()
-                self._settle_stopped()
+                self._enter_stopped()
 
     def _on_change(self, command: inbox.ChangeSpec) -> None:
         before, self.spec = self.spec, command.spec
         self.is_preload = command.is_preload
         if not command.is_reload:
-            self.incarnation.change(before, command.spec)
+            self.process.change(before, command.spec)
             return
         match self.state:
             case State.READY | State.STARTING | State.LOADING:
@@ -391,12 +392,12 @@ class Worker(WorkerHandle):
     def _on_event(self, event: EventKind) -> None:
         match event:
             case EventKind.EVICT if self.state is State.READY:
-                self.incarnation.is_evicted = self.was_evicted = True
+                self.process.is_evicted = self.was_evicted = True
                 self._terminate()
             case EventKind.RECYCLE if self.state is State.READY:
                 self._replace()
             case EventKind.GREETED:
-                self.incarnation.note_greeted()
+                self.process.note_greeted()
                 self._serve_when_loaded()
             case EventKind.REOPEN:
                 self._serve()
@@ -406,32 +407,32 @@ class Worker(WorkerHandle):
     # -- start ---------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Begin the next incarnation, which first waits for memory."""
+        """Begin the next process, which first waits for memory."""
         self.restart_policy.note_start(self._effects.stamp(self.spec))
-        incarnation = self.incarnation = self._new_incarnation(self._effects.next_epoch())
+        process = self.process = self._new_process(self._effects.next_epoch())
         self._enter(State.STARTING)
         spec = replace(self.spec, epoch=self.epoch)
-        incarnation.admission = self._start_task(incarnation.wait_for_memory(spec))
+        process.admission = self._start_task(process.wait_for_memory(spec))
 
-    def _new_incarnation(self, epoch: int) -> Incarnation:
-        return Incarnation(self.name, epoch, self._effects, self._inbox.put, self.parked.park, self._start_task)
+    def _new_process(self, epoch: int) -> WorkerProcess:
+        return WorkerProcess(self.name, epoch, self._effects, self._inbox.put, self.parked.park, self._start_task)
 
     def _on_adopt(self, command: inbox.AdoptProcess) -> None:
         """Adopt a worker of an earlier gateway. It serves once it has sent Ready and Drained, else it is replaced."""
-        self.incarnation = self._new_incarnation(command.epoch)
-        self.incarnation.adopt(command.process)
+        self.process = self._new_process(command.epoch)
+        self.process.adopt(command.process)
         self._enter(State.STARTING)
         self._set_alarm(self._limits.adopt_s)
-        self.incarnation.greet()
+        self.process.greet()
 
-    def _on_granted(self, share_bytes: int) -> None:
-        """Spawn the process with the granted memory share."""
+    def _on_granted(self, memory_bytes: int) -> None:
+        """Spawn the process with the granted memory."""
         if self.state is not State.STARTING:
             return
         try:
-            self.incarnation.spawn(replace(self.spec, epoch=self.epoch, memory_bytes=share_bytes))
+            self.process.spawn(replace(self.spec, epoch=self.epoch, memory_bytes=memory_bytes))
         except OSError as error:
-            self._settle_crashed(Failure(Code.INTERNAL, f"the worker of '{self.name}' cannot be started: {error}"))
+            self._enter_crashed(Failure(Code.INTERNAL, f"the worker of '{self.name}' cannot be started: {error}"))
             return
         self._allow_load()
 
@@ -442,23 +443,23 @@ class Worker(WorkerHandle):
         if self.state is State.STARTING:
             self.restart_policy.last_failure = failure
             self._fail_waiting(failure)
-            self._settle_stopped()
+            self._enter_stopped()
 
     def _on_hello(self, hello: Hello) -> None:
-        incarnation = self.incarnation
-        if not incarnation.is_sender_of(hello):
+        process = self.process
+        if not process.is_sender_of(hello):
             return
         if hello.protocol != PROTOCOL:
-            self._terminate(incarnation.protocol_fault(hello))
+            self._terminate(process.protocol_fault(hello))
         elif self.state is State.STARTING:
-            incarnation.hello = hello
+            process.hello = hello
             self._enter(State.LOADING)
             self._allow_load()
-            incarnation.greet()
+            process.greet()
 
     def _on_loading(self, loading: Loading) -> None:
         """Note the progress of a load. Once the size of the weights is known, the load has more time."""
-        self.incarnation.note(loading)
+        self.process.note(loading)
         if self.state is State.LOADING and self._limits.load_timeout_s(loading.total_bytes) > self._load_timeout_s:
             self._allow_load(loading.total_bytes)
 
@@ -469,28 +470,28 @@ class Worker(WorkerHandle):
 
     def _on_ready(self, ready: Ready) -> None:
         if self.state in (State.STARTING, State.LOADING):
-            if self.incarnation.is_adopted and self.ready is None:
+            if self.process.is_adopted and self.ready is None:
                 self._set_alarm(self._limits.adopt_s)
-            self.incarnation.note_ready(ready, self.spec.adapters)
+            self.process.note_ready(ready, self.spec.adapters)
             self._serve_when_loaded()
 
     def _on_drained(self) -> None:
         if self.state is State.DRAINING:
             self._terminate()
         elif self.ready is not None:
-            self.incarnation.has_drained = True
+            self.process.has_drained = True
             self._serve_when_loaded()
 
     def _serve_when_loaded(self) -> None:
-        if self.state in (State.STARTING, State.LOADING) and self.incarnation.is_loaded:
-            self.incarnation.begin_serving(self.spec.log_level)
+        if self.state in (State.STARTING, State.LOADING) and self.process.is_loaded:
+            self.process.begin_serving(self.spec.log_level)
             self._answered_at = self._run_clock.now
             self._enter(State.READY)
             self._serve()
 
     def _serve(self) -> None:
         """Resume parked sequences, then answer the callers that wait for the model."""
-        if self.state is not State.READY or self.incarnation.is_unreachable:
+        if self.state is not State.READY or self.process.is_unreachable:
             return
         self.parked.resume(self.epoch)
         if self.is_ready:
@@ -510,19 +511,19 @@ class Worker(WorkerHandle):
         silence_s = self._run_clock.look() - self._answered_at
         self.parked.expire()
         self._serve()
-        if self.state is State.STARTING and self.incarnation.process is None and not self._is_wanted:
+        if self.state is State.STARTING and self.process.port is None and not self._is_wanted:
             # No request waits for this model any more, so other models must not be unloaded for it.
             self._terminate()
-        if self.incarnation.process is None or self.state is State.STOPPING:
+        if self.process.port is None or self.state is State.STOPPING:
             return
-        self.incarnation.ping()
+        self.process.ping()
         if self.state in (State.READY, State.DRAINING) and silence_s > self._limits.pong_s:
             self._abort(f"no answer to pings for {silence_s:.0f} s")
 
     def _on_alarm(self) -> None:
         match self.state:
             case State.STARTING | State.LOADING:
-                self._terminate(self.incarnation.load_timeout_fault(self._load_timeout_s))
+                self._terminate(self.process.load_timeout_fault(self._load_timeout_s))
             case State.READY:
                 self._abort("it cannot be reached")
             case State.DRAINING:
@@ -559,52 +560,52 @@ class Worker(WorkerHandle):
 
     def _terminate(self, fault: Failure | None = None) -> None:
         """End the process gently. With a `fault`, the exit counts as a crash, and waiting callers fail at once."""
-        incarnation = self.incarnation
-        incarnation.fault = fault
+        process = self.process
+        process.fault = fault
         if fault is not None:
             self.restart_policy.last_failure = fault
             self._fail_waiting(fault)
-        incarnation.cancel_memory()
-        if incarnation.process is None:
-            self._settle_stopped()
+        process.cancel_memory()
+        if process.port is None:
+            self._enter_stopped()
             return
         self._enter(State.STOPPING)
-        incarnation.shut_down()
+        process.shut_down()
 
     def _replace(self) -> None:
-        """End this incarnation; the next incarnation resumes its sequences."""
-        self.incarnation.has_successor = True
+        """End this process; the next process resumes its sequences."""
+        self.process.has_successor = True
         if self.state is State.READY:
-            self.incarnation.detach()
+            self.process.detach()
         self._terminate()
 
     def _abort(self, why: str) -> None:
         """End a stuck process and park its sequences."""
-        incarnation = self.incarnation
-        log.error("worker %s is stuck: %s", incarnation, why)
+        process = self.process
+        log.error("worker %s is stuck: %s", process, why)
         self._events.worker_stuck(self.name)
-        incarnation.fault = Failure(Code.WORKER_DIED, f"the worker of model '{self.name}' was stuck: {why}")
+        process.fault = Failure(Code.WORKER_DIED, f"the worker of model '{self.name}' was stuck: {why}")
         self._enter(State.STOPPING)
-        incarnation.abort()
-        incarnation.detach()
+        process.abort()
+        process.detach()
 
     def _on_exited(self, status: int | None) -> None:
         """Apply the verdict on an exit. While a stop waits for a stuck worker, the worker's exit counts as ordered."""
-        incarnation = self.incarnation
-        is_asked = incarnation.fault is None or self._stoppers.has_any()
-        verdict = incarnation.close(status, is_asked=is_asked and self.state in (State.DRAINING, State.STOPPING))
+        process = self.process
+        is_asked = process.fault is None or self._stoppers.has_any()
+        verdict = process.close(status, is_asked=is_asked and self.state in (State.DRAINING, State.STOPPING))
         self._events.worker_exit(self.name, verdict.status)
         verdict.apply_to(self.parked)
         if verdict.next is State.STOPPED:
-            self._settle_stopped()
+            self._enter_stopped()
         elif verdict.next is State.BACKOFF:
-            self._settle_crashed(verdict.failure)
+            self._enter_crashed(verdict.failure)
         else:
-            self._settle_final(verdict.next, verdict.failure)
+            self._enter_final(verdict.next, verdict.failure)
 
-    # -- settled states, in which all waiters are answered -------------------------------------------------------------
+    # -- states without a process, in which all waiters are answered --------------------------------------------------
 
-    def _settle_stopped(self) -> None:
+    def _enter_stopped(self) -> None:
         """Enter the state `stopped`, or start again if callers or sequences wait."""
         self._enter(State.STOPPED)
         self._stoppers.wake()
@@ -613,16 +614,16 @@ class Worker(WorkerHandle):
         elif self._has_demand:
             self._start()
 
-    def _settle_final(self, state: State, failure: Failure) -> None:
+    def _enter_final(self, state: State, failure: Failure) -> None:
         self.restart_policy.note_final(failure)
         self._enter(state)
         self._stoppers.wake()
         self._fail_waiting(failure)
 
-    def _settle_crashed(self, failure: Failure) -> None:
-        effects, incarnation = self._effects, self.incarnation
+    def _enter_crashed(self, failure: Failure) -> None:
+        effects, process = self._effects, self.process
         delay_s, is_open = self.restart_policy.note_crash(
-            failure, effects.now(), effects.random(), incarnation.healthy_s, is_useful=incarnation.is_useful
+            failure, effects.now(), effects.random(), process.healthy_s, is_useful=process.is_useful
         )
         self._stoppers.wake()
         if delay_s > 0:
@@ -642,7 +643,7 @@ class Worker(WorkerHandle):
     def _enter(self, state: State) -> None:
         """Change the state, and cancel the alarm of the previous one."""
         if state is not self.state:
-            log.info("worker %s: %s -> %s", self.incarnation, self.state, state)
+            log.info("worker %s: %s -> %s", self.process, self.state, state)
         self.state = state
         self.since = self._effects.now()
         self._set_alarm(None)

@@ -59,15 +59,15 @@ async def test_use_is_kept_by_day_key_and_model_over_restarts_and_months(
     open_ledger: Callable[[], Ledger], clock: Clock
 ) -> None:
     first = open_ledger()
-    first.book("alice", "m", 1, 100, 40, 7)
-    first.book("alice", "m", 2, 10, 0, 3)
-    first.book("bob", "n", 1, 5, 0, 5)
+    first.record("alice", "m", 1, 100, 40, 7)
+    first.record("alice", "m", 2, 10, 0, 3)
+    first.record("bob", "n", 1, 5, 0, 5)
     clock.at(2026, 4, 1, 0, 0, 1)
-    first.book("alice", "n", 1, 1, 0, 1)
+    first.record("alice", "n", 1, 1, 0, 1)
     first.close()
 
     again = open_ledger()
-    again.book("alice", "n", 1, 1, 0, 1)
+    again.record("alice", "n", 1, 1, 0, 1)
     march, april = date(2026, 3, 1), date(2026, 4, 30)
     assert await again.lines(march, april, ["day", "key", "model"]) == [
         LedgerLine("2026-03-28", "alice", "m", 3, 110, 40, 10),
@@ -89,7 +89,7 @@ def test_days_and_months_begin_in_the_zone_also_when_its_clocks_change(
     assert ledger.left_s("day") == 2 * 3600
     clock.at(2026, 3, 29)
     assert ledger.left_s("day") == 23 * 3600
-    ledger.book("k", "m", 1, 10, 0, 0)
+    ledger.record("k", "m", 1, 10, 0, 0)
     clock.at(2026, 3, 29, 23, 59, 59)
     assert ledger.day("k").tokens == 10
     clock.at(2026, 3, 30)
@@ -101,12 +101,12 @@ def test_days_and_months_begin_in_the_zone_also_when_its_clocks_change(
 
 def test_a_clock_that_was_wrong_for_a_moment_loses_no_month(open_ledger: Callable[[], Ledger], clock: Clock) -> None:
     ledger = open_ledger()
-    ledger.book("k", "m", 1, 10, 0, 0)
+    ledger.record("k", "m", 1, 10, 0, 0)
     clock.at(2031, 1, 1)
-    ledger.book("k", "m", 1, 1, 0, 0)
+    ledger.record("k", "m", 1, 1, 0, 0)
     clock.at(2026, 3, 28, 23)
     assert ledger.day("k").tokens == 10
-    ledger.book("k", "m", 1, 1, 0, 0)
+    ledger.record("k", "m", 1, 1, 0, 0)
     ledger.close()
     assert open_ledger().month("k").tokens == 11
 
@@ -115,7 +115,7 @@ def test_the_newest_months_are_kept(open_ledger: Callable[[], Ledger], clock: Cl
     for month in (1, 2, 3, 4, 5):
         clock.at(2026, month, 1)
         ledger = open_ledger()
-        ledger.book("k", "m", 1, 1, 0, 0)
+        ledger.record("k", "m", 1, 1, 0, 0)
         ledger.close()
     ledger._forget()  # pyright: ignore[reportPrivateUsage]
     assert sorted(path.name for path in (tmp_path / "usage").iterdir()) == [
@@ -129,7 +129,7 @@ def test_a_damaged_month_is_set_aside_and_said_so(
     (tmp_path / "usage").mkdir()
     (tmp_path / "usage" / "2026-03.json").write_text("[[")
     ledger = open_ledger()
-    ledger.book("k", "m", 1, 1, 0, 0)
+    ledger.record("k", "m", 1, 1, 0, 0)
     ledger.close()
 
     assert "not counted" in caplog.text
@@ -152,7 +152,7 @@ async def test_a_file_that_can_be_neither_removed_nor_renamed_stops_no_counting(
     ledger = open_ledger()
     writing = asyncio.create_task(ledger.run())
     await until(lambda: "2020-01.json cannot be removed" in caplog.text)
-    ledger.book("ana", "demo", 1, 2, 0, 3)
+    ledger.record("ana", "demo", 1, 2, 0, 3)
     await until(lambda: "usage is not kept" in caplog.text)
 
     assert "2026-03.json cannot be set aside" in caplog.text
@@ -168,7 +168,7 @@ async def test_a_file_that_can_be_neither_removed_nor_renamed_stops_no_counting(
 def use(meter: Meter, ledger: Ledger, tokens: int, requests: int = 1) -> None:
     """As a generation does it."""
     with meter.hold(0, requests) as charge:
-        ledger.book("k", "m", requests, tokens, 0, 0)
+        ledger.record("k", "m", requests, tokens, 0, 0)
         charge.prompt = tokens
 
 
@@ -198,7 +198,7 @@ def test_a_budget_ends_with_its_use_and_begins_with_its_period(open_ledger: Call
 
 
 @pytest.mark.parametrize("limits", [KeyLimits(tokens_per_day=100), KeyLimits(requests_per_month=1)])
-def test_a_question_costs_no_budget_and_is_refused_once_one_is_spent(
+def test_a_tokenize_call_costs_no_budget_and_is_refused_once_one_is_spent(
     open_ledger: Callable[[], Ledger], limits: KeyLimits
 ) -> None:
     ledger, numbers = open_ledger(), KeyMetrics()
@@ -279,7 +279,7 @@ async def test_days_that_are_none_or_the_wrong_way_round_are_refused(tmp_path: P
 
 
 @pytest.mark.anyio
-async def test_every_way_to_end_is_booked_once_and_a_spent_budget_stops_the_next(tmp_path: Path) -> None:
+async def test_every_way_to_end_is_recorded_once_and_a_spent_budget_stops_the_next(tmp_path: Path) -> None:
     secret = make(tmp_path, "k", tokens_per_day=20)
     async with running(tmp_path, ["--step-ms", "5"]) as gateway:
         body = {"model": "m", "prompt": ["a", "b"], "max_tokens": 4}

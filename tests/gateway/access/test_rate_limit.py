@@ -218,7 +218,7 @@ def test_what_was_used_of_a_limit_counts_on_under_the_next_one() -> None:
     assert caught.value.retry_after_s == 1200 - 60 + 1
 
 
-def test_a_question_takes_a_tenth_of_its_tokens_and_one_without_an_answer_its_estimate() -> None:
+def test_a_tokenize_call_takes_a_tenth_of_its_tokens_and_one_without_an_answer_its_estimate() -> None:
     one, numbers = meter(Clock(), tpm=1000)
     with one.tokenize_call(4000) as charge:
         assert headers(one)["x-ratelimit-remaining-tokens"] == "600"

@@ -1,6 +1,6 @@
 import pytest
 
-from gateway.config.address import HOPS_MAX, UNKNOWN, Address, Proxies, bad_proxy
+from gateway.config.address import HOPS_MAX, UNKNOWN, Address, Proxies, invalid_proxy_reason
 
 
 def scope(peer: tuple[str, int] | None, *forwarded: str) -> dict[str, object]:
@@ -73,6 +73,6 @@ def test_the_header_of_anybody_else_is_ignored() -> None:
 
 
 def test_a_proxy_is_an_address_or_a_network() -> None:
-    assert [bad_proxy(good) for good in ("127.0.0.1", "::1", "10.0.0.0/8")] == [None] * 3
+    assert [invalid_proxy_reason(good) for good in ("127.0.0.1", "::1", "10.0.0.0/8")] == [None] * 3
     for bad in ("", "localhost", "10.0.0.1/8", "127.0.0.1:80", "*", "unix"):
-        assert bad_proxy(bad), bad
+        assert invalid_proxy_reason(bad), bad

@@ -255,8 +255,8 @@ async def test_an_owner_at_its_share_waits_for_itself_and_holds_up_no_other(monk
 def test_a_key_has_half_of_the_memory_while_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_memory, "part_of_machine_bytes", lambda: 10_000)
     server = ServerConfig(max_body_bytes=1024)
-    assert [body_memory.share_bytes(server, has_others) for has_others in (True, False)] == [5000, 10_000]
-    assert body_memory.share_bytes(ServerConfig(max_body_bytes=4000), True) == 8000
+    assert [body_memory.quota_bytes(server, has_others) for has_others in (True, False)] == [5000, 10_000]
+    assert body_memory.quota_bytes(ServerConfig(max_body_bytes=4000), True) == 8000
 
 
 def test_the_memory_for_bodies_holds_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,8 +143,8 @@ async def test_next_after_the_end_returns_at_once() -> None:
     assert await collector.read_deltas() == []
 
 
-class Relay:
-    """A reader's relay that keeps what it takes."""
+class UnreadReader:
+    """A reader's `on_unread` that keeps what it reads."""
 
     def __init__(self, collector: Collector) -> None:
         self.collector = collector
@@ -157,68 +157,68 @@ class Relay:
         return self.is_open
 
 
-async def test_a_relay_takes_all_but_the_end_while_its_reader_waits() -> None:
+async def test_on_unread_reads_all_but_the_end_while_its_reader_waits() -> None:
     collector = Collector([7])
-    relay = Relay(collector)
-    reader = asyncio.create_task(collector.read_deltas(relay=relay))
+    on_unread = UnreadReader(collector)
+    reader = asyncio.create_task(collector.read_deltas(on_unread=on_unread))
     await asyncio.sleep(0)
     for text in "abc":
         collector.send_delta(Delta(7, text=text))
-    assert [delta.text for delta in relay.taken] == ["a", "b", "c"]
+    assert [delta.text for delta in on_unread.taken] == ["a", "b", "c"]
     collector.send_delta(Delta(7, text="d", finish=Finish.STOP))
     assert await reader == [Delta(7, text="d", finish=Finish.STOP)]
     assert collector.is_done
 
 
-async def test_a_relay_gets_what_was_added_between_two_deliveries_as_one() -> None:
+async def test_on_unread_gets_what_was_added_between_two_deliveries_as_one() -> None:
     collector = Collector([7])
-    relay = Relay(collector)
-    reader = asyncio.create_task(collector.read_deltas(relay=relay))
+    on_unread = UnreadReader(collector)
+    reader = asyncio.create_task(collector.read_deltas(on_unread=on_unread))
     await asyncio.sleep(0)
     collector.append_delta(Delta(7, text="a", token_ids=(1,)), 0.0)
     collector.append_delta(Delta(7, text="b", token_ids=(2,)), 0.0)
     collector.wake_reader()
     collector.wake_reader()
-    assert relay.taken == [Delta(7, text="ab", token_ids=(1, 2))]
+    assert on_unread.taken == [Delta(7, text="ab", token_ids=(1, 2))]
     reader.cancel()
 
 
-async def test_what_a_relay_cannot_take_is_its_readers() -> None:
+async def test_what_on_unread_does_not_read_is_its_readers() -> None:
     collector = Collector([7])
-    relay = Relay(collector)
-    relay.is_open = False
-    reader = asyncio.create_task(collector.read_deltas(relay=relay))
+    on_unread = UnreadReader(collector)
+    on_unread.is_open = False
+    reader = asyncio.create_task(collector.read_deltas(on_unread=on_unread))
     await asyncio.sleep(0)
     collector.send_delta(Delta(7, text="a"))
-    relay.is_open = True
+    on_unread.is_open = True
     # The reader has been woken: what comes before its turn must not overtake what it gets.
     collector.send_delta(Delta(7, text="b"))
-    assert relay.taken == []
+    assert on_unread.taken == []
     assert await reader == [Delta(7, text="ab")]
 
 
-async def test_what_a_relay_raises_is_raised_in_its_reader() -> None:
+async def test_what_on_unread_raises_is_raised_in_its_reader() -> None:
     collector = Collector([7])
 
-    def relay() -> bool:
+    def on_unread() -> bool:
         raise ValueError("an encoder's")
 
-    reader = asyncio.create_task(collector.read_deltas(relay=relay))
+    reader = asyncio.create_task(collector.read_deltas(on_unread=on_unread))
     await asyncio.sleep(0)
     collector.send_delta(Delta(7, text="a"))
     with pytest.raises(ValueError, match="an encoder's"):
         await reader
 
 
-async def test_a_readers_timeout_begins_anew_with_what_its_relay_takes() -> None:
+async def test_a_readers_timeout_restarts_with_what_on_unread_reads() -> None:
     collector = Collector([7])
     loop = asyncio.get_running_loop()
     started = loop.time()
     for index in range(1, 6):
         loop.call_later(0.02 * index, collector.send_delta, Delta(7, text="a"))
-    relay = Relay(collector)
-    assert await collector.read_deltas(0.06, relay) == []
-    assert len(relay.taken) == 5
+    on_unread = UnreadReader(collector)
+    assert await collector.read_deltas(0.06, on_unread) == []
+    assert len(on_unread.taken) == 5
     assert loop.time() - started >= 0.16
     collector.stop_timer()
 

@@ -200,14 +200,14 @@ async def test_what_was_left_out_of_a_prompt_is_left_out_by_the_next_worker(
         request = replace(wire.request(), truncate=truncate)
         collector = wire.link.submit(wire.runner, [request])
         assert wire.hear() == request
-        wire.say(Accepted(request.rid, 9, left_out=told), Step(3, 1, [Delta(request.rid, token_ids=(5,))]))
+        wire.say(Accepted(request.rid, 9, truncated=told), Step(3, 1, [Delta(request.rid, token_ids=(5,))]))
         await collector.read_deltas(5.0)
-        assert collector.left_out == told
+        assert collector.truncated == told
         sequence = wire.detached()
         for _ in range(2):  # the second one may be lost before it has said anything
             wire.runner.attach(wire.link)
             wire.link.resume(3, sequence)
-            assert wire.hear() == replace(request, resume=(5,), left_out=again)
+            assert wire.hear() == replace(request, resume=(5,), truncated=again)
             sequence = wire.detached()
 
 
@@ -508,7 +508,7 @@ async def test_a_worker_is_told_that_nobody_waits_for_an_answer_any_more(home: P
         assert not wire.link.is_busy(wire.runner.epoch)
 
 
-async def test_a_question_larger_than_a_frame_is_refused_and_the_worker_stays_connected(home: Path) -> None:
+async def test_a_tokenize_call_larger_than_a_frame_is_refused_and_the_worker_stays_connected(home: Path) -> None:
     async with Wire(home) as wire:
         with pytest.raises(FrameTooLarge):
             await wire.link.call(3, Tokenize(wire.link.next_rid(), TextPrompt("x" * MAX_FRAME_BYTES)))

@@ -3,7 +3,7 @@
 import pytest
 
 from gateway.errors import Unavailable
-from gateway.media.read_media import InFlightBytes, MediaLease, share_bytes
+from gateway.media.read_media import InFlightBytes, MediaLease, quota_bytes
 from protocol.codec import MAX_FRAME_BYTES
 
 MIB = 1 << 20
@@ -16,7 +16,7 @@ def lease(counted: InFlightBytes, owner: str) -> MediaLease:
 
 
 @pytest.mark.parametrize(
-    ("limit", "has_others", "share"),
+    ("limit", "has_others", "quota"),
     [
         (512 * MIB, True, 256 * MIB),
         (512 * MIB, False, 512 * MIB),
@@ -25,8 +25,8 @@ def lease(counted: InFlightBytes, owner: str) -> MediaLease:
         (40 * MIB, True, 40 * MIB),
     ],
 )
-def test_a_key_has_half_while_there_are_others(limit: int, has_others: bool, share: int) -> None:
-    assert share_bytes(limit, has_others) == share
+def test_a_key_has_half_while_there_are_others(limit: int, has_others: bool, quota: int) -> None:
+    assert quota_bytes(limit, has_others) == quota
 
 
 def test_the_media_of_one_key_leave_room_for_those_of_another() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from gateway.access.key import Key, KeyFile
-from gateway.config.origins import bad_origin, is_own
+from gateway.config.origins import invalid_origin_reason, is_own
 from gateway.config.settings import ServerConfig
 from tests.gateway.harness import Gateway, chat, running
 
@@ -114,7 +114,7 @@ async def test_a_listed_page_may_use_an_open_daemon(tmp_path: Path) -> None:
     ],
 )
 def test_only_what_a_browser_sends_as_an_origin_can_be_configured(origin: str, is_good: bool) -> None:
-    assert (bad_origin(origin) is None) is is_good
+    assert (invalid_origin_reason(origin) is None) is is_good
 
 
 def test_odd_origins_are_nobodys_own() -> None:

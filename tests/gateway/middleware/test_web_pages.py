@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from gateway.access.key import Key, KeyFile
-from gateway.config.origins import bad_host, is_served
+from gateway.config.origins import invalid_host_reason, is_served
 from gateway.config.settings import ServerConfig
 from tests.gateway.harness import Gateway, chat, running
 from tests.support.scale import patient
@@ -187,6 +187,6 @@ def test_the_configured_host_is_served_also_where_it_is_a_name() -> None:
 
 
 def test_a_host_is_a_bare_name_or_address() -> None:
-    assert [bad_host(host) for host in ("studio.local", "mac_1", "10.0.0.5", "[fd00::1]")] == [None] * 4
+    assert [invalid_host_reason(host) for host in ("studio.local", "mac_1", "10.0.0.5", "[fd00::1]")] == [None] * 4
     for bad in ("", "Studio.local", "http://studio.local", "studio.local:8484", "a/b", "a b", "*.local", ".local", "é"):
-        assert bad_host(bad), bad
+        assert invalid_host_reason(bad), bad

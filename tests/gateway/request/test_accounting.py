@@ -27,7 +27,7 @@ async def test_tokens_that_come_together_with_another_choices_end_are_charged(tm
     record = RequestRecord("r", "POST", "/v1/completions", caller=NOBODY)
     accounting = TokenAccounting(runtime, ModelConfig(name="m", path="m"), generates, record)
     end = Delta(1, text="a", token_ids=(5,), finish=Finish.STOP, usage=Usage(3, 0, 1))
-    assert accounting.book([end, Delta(2, text="b c", token_ids=(6, 7))])
+    assert accounting.record([end, Delta(2, text="b c", token_ids=(6, 7))])
     # The client leaves before the second choice has ended.
     charge = UsageCharge(0.0, 2)
     accounting.charge(Collector([1, 2]), charge)

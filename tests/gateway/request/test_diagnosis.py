@@ -41,7 +41,7 @@ def test_a_key_finds_its_own_answers_alone(ring: Ring) -> None:
     for key in ("bob", None):
         stranger = diagnosis(ring, record("second", key), "msg_1")
         assert stranger.other is None
-        assert stranger.is_settled
+        assert stranger.is_final
 
 
 def test_an_answer_is_not_found_by_the_id_of_its_request(ring: Ring) -> None:
@@ -51,14 +51,14 @@ def test_an_answer_is_not_found_by_the_id_of_its_request(ring: Ring) -> None:
 def test_another_model_needs_no_comparison(ring: Ring) -> None:
     other = diagnosis(ring, record("second", "alice", model="n"), "msg_1")
     assert other.is_other_model
-    assert other.is_settled
-    assert not diagnosis(ring, record("second", "alice"), "msg_1").is_settled
+    assert other.is_final
+    assert not diagnosis(ring, record("second", "alice"), "msg_1").is_final
 
 
 @pytest.mark.anyio
 async def test_a_worker_that_came_later_does_not_know_the_earlier_prompt(ring: Ring) -> None:
     same = diagnosis(ring, record("second", "alice"), "msg_1")
     await same.run(8, epoch=3)
-    assert same.is_settled
+    assert same.is_final
     assert not same.is_compared
     assert same.difference is None

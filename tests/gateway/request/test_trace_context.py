@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from gateway.config.load import bad_endpoint
+from gateway.config.load import invalid_endpoint_reason
 from gateway.config.settings import ServerConfig
 from gateway.middleware.otel import PAUSE_S, PatientExporter
 from gateway.request.record import read_context
@@ -218,4 +218,4 @@ def test_a_collector_that_fails_is_left_alone_for_a_while() -> None:
 def test_opentelemetry_is_not_imported_where_no_traces_are_made() -> None:
     check = "import sys, gateway.main; assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
     subprocess.run([sys.executable, "-c", check], check=True)
-    assert bad_endpoint("") is None
+    assert invalid_endpoint_reason("") is None

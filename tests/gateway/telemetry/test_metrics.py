@@ -120,7 +120,7 @@ def test_drafts_are_told_by_source_and_place() -> None:
     assert (found["mlxd_spec_width{model=m}"], found["mlxd_spec_gain_ratio{model=m}"]) == (4, 1.5)
 
 
-def test_a_finished_sequence_is_booked() -> None:
+def test_a_finished_sequence_is_recorded() -> None:
     metrics = Metrics()
     metrics.model("m").sequence_ended("stop", Usage(10, 4, 5, queue_ms=1000, prefill_ms=2000, decode_ms=4000))
 

@@ -426,7 +426,7 @@ class World:
         if len(queue) and len(batch) < engine.max_running:
             head = queue.pop()
             queue.put_back([head])
-            is_held = batch.is_prefilling_prefix_of(head) or (head.ticket is not None and not head.ticket.is_settled)
+            is_held = batch.is_prefilling_prefix_of(head) or (head.ticket is not None and not head.ticket.is_done)
             if not is_held and engine._memory.kv.admits(batch.rows, head):
                 rid = head.rid
         # A step that fails puts its rows back into the queue.

@@ -135,7 +135,7 @@ def test_a_request_that_fails_fails_alone(harness: Harness) -> None:
 
 
 def test_a_successor_sends_what_the_client_does_not_have(harness: Harness) -> None:
-    harness.start(harness.job(1, pieces("a", "b", "c", "d"), left_out=4))
+    harness.start(harness.job(1, pieces("a", "b", "c", "d"), already_sent=4))
     end = harness.end(1)
     assert [delta.text for delta in harness.deltas(1)] == ["c", "d", ""]
     assert end.usage is not None

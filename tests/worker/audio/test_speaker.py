@@ -109,8 +109,8 @@ def test_what_clones_voices_is_refused_at_load(tmp_path: Path) -> None:
 def test_soprano_has_one_voice_and_says_so(tmp_path: Path) -> None:
     model = load(build_soprano(tmp_path))
     assert model.speaker is not None
-    assert job(model, voice="alloy").relaxed == ("voice",)
-    assert job(model).relaxed == ()
+    assert job(model, voice="alloy").deviations == ("voice",)
+    assert job(model).deviations == ()
     samples = np.frombuffer(spoken(job(model, "I", voice="alloy")), "<i2")
     assert samples.any()
     with pytest.raises(RequestInvalid, match="no instructions"):

@@ -266,4 +266,4 @@ def test_vectors_are_cut_to_length_one() -> None:
 def test_another_share_of_memory_is_kept_while_jobs_run() -> None:
     with running(vectors, SetMemory(1 << 32), job(1, 5)) as harness:
         harness.end(1)
-    assert harness.gauges.share_bytes == 1 << 32
+    assert harness.gauges.granted_bytes == 1 << 32

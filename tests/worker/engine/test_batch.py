@@ -77,7 +77,7 @@ def test_a_row_that_leaves_takes_all_that_was_kept_of_it_along(model_folder: Cal
         batch.insert(each)
     while rows[0].sequence is not None:
         batch.step(16)
-    batch.settle()
+    batch.store_ended()
     batch.remove(rows[1])
     batch.abandon()
     gc.collect()
@@ -101,7 +101,7 @@ def test_a_long_prompt_that_joins_takes_no_more_memory_than_is_counted(
     batch.insert(row(loaded, 1, 20, output=1))
     while batch:
         batch.step(64)
-    batch.settle()
+    batch.store_ended()
     assert batch.kv_cost is not None
     weights = mx.get_active_memory() - cache.nbytes
     for rid in (2, 3):
@@ -124,7 +124,7 @@ def test_prompts_of_unequal_progress_take_no_more_room_than_is_counted(model_fol
     batch.insert(row(loaded, 1, 20, output=1))
     while batch:
         batch.step(64)
-    batch.settle()
+    batch.store_ended()
     assert batch.kv_cost is not None
     # The second one's chunk is much longer than what the first one has left.
     for rid in (2, 3):

@@ -12,8 +12,8 @@ def test_everything_that_is_there_is_taken_without_waiting() -> None:
     commands = [WakeUp.UP, Abort((1,), ""), Shutdown()]
     for command in commands:
         inbox.put(command)
-    assert inbox.take(is_idle=False, is_waiting=False) == commands
-    assert inbox.take(is_idle=False, is_waiting=False) == []
+    assert inbox.receive(is_idle=False, is_waiting=False) == commands
+    assert inbox.receive(is_idle=False, is_waiting=False) == []
 
 
 def test_a_lone_client_that_comes_back_is_not_kept_waiting() -> None:
@@ -21,7 +21,7 @@ def test_a_lone_client_that_comes_back_is_not_kept_waiting() -> None:
     inbox.note_answer(time.monotonic())
     only = row(1)
     inbox.put(only)
-    assert inbox.take(is_idle=True, is_waiting=False) == [only]
+    assert inbox.receive(is_idle=True, is_waiting=False) == [only]
 
 
 def test_clients_that_were_answered_together_are_waited_for() -> None:
@@ -32,7 +32,7 @@ def test_clients_that_were_answered_together_are_waited_for() -> None:
     inbox.put(rows[0])
     thread = threading.Thread(target=lambda: [inbox.put(late) for late in rows[1:]])
     thread.start()
-    assert inbox.take(is_idle=True, is_waiting=False) == rows
+    assert inbox.receive(is_idle=True, is_waiting=False) == rows
     thread.join()
 
 
@@ -42,7 +42,7 @@ def test_those_who_do_not_come_back_are_not_waited_for_long() -> None:
         inbox.note_answer(time.monotonic())
     only = row(1)
     inbox.put(only)
-    assert inbox.take(is_idle=True, is_waiting=False) == [only]
+    assert inbox.receive(is_idle=True, is_waiting=False) == [only]
 
 
 def test_a_burst_is_taken_together() -> None:
@@ -58,7 +58,7 @@ def test_a_burst_is_taken_together() -> None:
 
     thread = threading.Thread(target=come_late)
     thread.start()
-    assert inbox.take(is_idle=True, is_waiting=False) == [*rows, WakeUp.UP]
+    assert inbox.receive(is_idle=True, is_waiting=False) == [*rows, WakeUp.UP]
     thread.join()
 
 
@@ -66,7 +66,7 @@ def test_what_is_no_request_is_never_delayed() -> None:
     inbox = EngineInbox(gather_s=3600.0, burst_s=3600.0)
     command = Shutdown()
     inbox.put(command)
-    assert inbox.take(is_idle=True, is_waiting=False) == [command]
+    assert inbox.receive(is_idle=True, is_waiting=False) == [command]
 
 
 def test_an_answer_long_ago_lets_nobody_wait() -> None:
@@ -75,4 +75,4 @@ def test_an_answer_long_ago_lets_nobody_wait() -> None:
         inbox.note_answer(time.monotonic() - 1.0)
     only = row(1)
     inbox.put(only)
-    assert inbox.take(is_idle=True, is_waiting=False) == [only]
+    assert inbox.receive(is_idle=True, is_waiting=False) == [only]

@@ -1,4 +1,4 @@
-"""A share of memory and its uses, and a worker that is told another share while it runs."""
+"""A grant of memory and its uses, and a worker that gets another grant while it runs."""
 
 import math
 import tempfile
@@ -24,7 +24,7 @@ from tests.support.process import Gateway
 from tests.support.scale import patient, scaled
 from worker.engine.generator import Generator
 from worker.errors import StepFailed
-from worker.model.memory import MemoryShare, ShareLimits, divide
+from worker.model.memory import AllocationLimits, MemoryGrant, divide
 from worker.prefix_cache.cache_and_eviction import PrefixCache
 from worker.prefix_cache.disk import CacheDisk
 from worker.sampling.logprobs import LogprobReader
@@ -67,35 +67,35 @@ def test_a_share_that_is_too_small_leaves_nothing_and_is_not_negative() -> None:
     st.integers(0, 64), st.integers(0, 64), st.integers(-1, 64), st.integers(-1, 64), st.sampled_from([1.0, 0.5, 0.25])
 )
 def test_mlx_may_allocate_all_that_is_counted_and_what_passes(
-    share: int, weights: int, kv: int, prefixes: int, part: float
+    grant: int, weights: int, kv: int, prefixes: int, part: float
 ) -> None:
-    order = SetMemory(share * GIB, part, part)
+    order = SetMemory(grant * GIB, part, part)
     limits = divide(order, weights * GIB, 100 * MIB, kv=kv * GIB, prefixes=prefixes * GIB)
     assert limits.total >= weights * GIB + limits.kv + limits.prefixes + limits.buffers
 
 
 def test_without_a_share_the_machine_is_the_limit() -> None:
-    limits = MemoryShare(WorkerSpec("m", "p", 1, "d", "u", kv_bytes=7, cache_bytes=8), 0).limits()
+    limits = MemoryGrant(WorkerSpec("m", "p", 1, "d", "u", kv_bytes=7, cache_bytes=8), 0).limits()
     assert (limits.kv, limits.prefixes, limits.total) == (7, 8, 0)
 
 
-def elsewhere(size_bytes: int, **settings: int) -> MemoryShare:
+def elsewhere(size_bytes: int, **settings: int) -> MemoryGrant:
     """The share of a rank on another machine, with so many bytes there, and 2 GiB of weights."""
     rank = RankSpec(1, "plan", "watch", "server", "public", "secret")
     group = GroupSpec(("local", "studio2"), "pipeline", "ring")
     spec = WorkerSpec("m", "p", 1, "d", "u", memory_bytes=size_bytes, group=group, rank=rank)
-    return MemoryShare(structs.replace(spec, **settings), 2 * GIB)
+    return MemoryGrant(structs.replace(spec, **settings), 2 * GIB)
 
 
 def test_the_memory_of_a_rank_on_another_machine_is_its_own_whatever_share_rank_0_has() -> None:
-    share = elsewhere(8 * GIB)
-    own = share.limits()
+    grant = elsewhere(8 * GIB)
+    own = grant.limits()
     for order in (SetMemory(0), SetMemory(1 << 50), SetMemory(GIB), SetMemory(8 * GIB, 7.0, math.nan)):
-        changed = share.change(order)
-        assert share.bytes == 8 * GIB
+        changed = grant.change(order)
+        assert grant.bytes == 8 * GIB
         assert changed.total <= 8 * GIB
         assert changed.kv <= own.kv
-    pressed = share.change(SetMemory(GIB, 0.5, 0.25))
+    pressed = grant.change(SetMemory(GIB, 0.5, 0.25))
     assert pressed.kv == pytest.approx(own.kv / 2, rel=0.1)
 
 
@@ -109,18 +109,18 @@ def test_kv_and_prefixes_take_no_more_than_what_is_given_on_another_machine(kv: 
 def test_enforcing_sets_what_somebody_else_has_set_otherwise() -> None:
     default = mx.set_memory_limit(1 << 40)
     try:
-        share = MemoryShare(WorkerSpec("m", "p", 1, "d", "u", memory_bytes=4 * GIB), GIB)
-        limits = share.limits()
-        share.enforce(limits)
+        grant = MemoryGrant(WorkerSpec("m", "p", 1, "d", "u", memory_bytes=4 * GIB), GIB)
+        limits = grant.limits()
+        grant.enforce(limits)
         assert mx.set_cache_limit(0) == limits.buffers
         assert mx.set_memory_limit(1 << 40) == limits.total
-        share.enforce(limits)
+        grant.enforce(limits)
         assert mx.set_cache_limit(limits.buffers) == limits.buffers > 0
-        smaller = share.change(SetMemory(2 * GIB))
+        smaller = grant.change(SetMemory(2 * GIB))
         assert smaller.kv < limits.kv
-        assert share.bytes == 2 * GIB
+        assert grant.bytes == 2 * GIB
         assert mx.set_memory_limit(1 << 40) == limits.total, "not before it is enforced"
-        share.enforce(smaller)
+        grant.enforce(smaller)
         assert mx.set_memory_limit(1 << 40) == smaller.total < limits.total
     finally:
         mx.set_memory_limit(default)
@@ -159,59 +159,59 @@ class Metal:
         self.wired = limit
 
 
-def wired(limits: ShareLimits) -> int:
+def wired(limits: AllocationLimits) -> int:
     return GIB + limits.kv + limits.prefixes + limits.buffers
 
 
-def share_of(metal: Metal) -> MemoryShare:
-    share = MemoryShare(WorkerSpec("m", "p", 1, "d", "u", memory_bytes=8 * GIB), GIB, metal)
-    limits = share.limits()
-    share.enforce(limits)
-    assert metal.wired == share.wired_limit == wired(limits)
+def share_of(metal: Metal) -> MemoryGrant:
+    grant = MemoryGrant(WorkerSpec("m", "p", 1, "d", "u", memory_bytes=8 * GIB), GIB, metal)
+    limits = grant.limits()
+    grant.enforce(limits)
+    assert metal.wired == grant.wired_limit == wired(limits)
     metal.told.clear()
-    return share
+    return grant
 
 
 def test_what_nobody_uses_goes_before_the_wired_limit_falls_and_no_step_meets_its_change() -> None:
     metal = Metal(held=2 * GIB)
-    share = share_of(metal)
-    limits = share.change(SetMemory(4 * GIB))
+    grant = share_of(metal)
+    limits = grant.change(SetMemory(4 * GIB))
     assert metal.told == []
-    share.enforce(limits)
+    grant.enforce(limits)
     assert metal.told == ["clear cache", "cache limit", "memory limit", "synchronize", "wired limit"]
     assert metal.wired == wired(limits) < 4 * GIB
     metal.told.clear()
-    share.check()
+    grant.check()
     assert metal.told == []
 
 
 def test_the_wired_limit_never_falls_below_what_is_held() -> None:
     """Else Metal would choose which allocations stay wired, and might choose none of the weights."""
     metal = Metal(held=6 * GIB)
-    share = share_of(metal)
+    grant = share_of(metal)
     before = metal.wired
-    limits = share.change(SetMemory(4 * GIB))
-    share.enforce(limits)
-    share.check()
-    assert metal.wired == share.wired_limit == before
+    limits = grant.change(SetMemory(4 * GIB))
+    grant.enforce(limits)
+    grant.check()
+    assert metal.wired == grant.wired_limit == before
     metal.held, metal.of_step = 2 * GIB, 4 * GIB
-    share.check()
-    assert metal.wired == share.wired_limit == wired(limits)
+    grant.check()
+    assert metal.wired == grant.wired_limit == wired(limits)
     assert metal.told[-2:] == ["synchronize", "wired limit"]
 
 
 def test_a_failed_allocation_halves_kv_and_prefixes_three_times_and_time_gives_them_back() -> None:
-    share = MemoryShare(WorkerSpec("m", "p", 1, "d", "u", memory_bytes=8 * GIB, kv_bytes=GIB), GIB, Metal(0))
-    seen = [share.limits().kv]
-    while share.shrink(now=100.0):
-        seen.append(share.limits().kv)
+    grant = MemoryGrant(WorkerSpec("m", "p", 1, "d", "u", memory_bytes=8 * GIB, kv_bytes=GIB), GIB, Metal(0))
+    seen = [grant.limits().kv]
+    while grant.shrink(now=100.0):
+        seen.append(grant.limits().kv)
     assert seen == [GIB, GIB // 2, GIB // 4, GIB // 8]
-    assert not share.relax(now=399.0)
-    assert share.relax(now=400.0)
-    assert share.limits().kv == GIB // 4
-    assert not share.relax(now=699.0)
-    assert [share.relax(now=at) for at in (700.0, 1000.0, 1300.0)] == [True, True, False]
-    assert share.limits().kv == GIB
+    assert not grant.relax(now=399.0)
+    assert grant.relax(now=400.0)
+    assert grant.limits().kv == GIB // 4
+    assert not grant.relax(now=699.0)
+    assert [grant.relax(now=at) for at in (700.0, 1000.0, 1300.0)] == [True, True, False]
+    assert grant.limits().kv == GIB
 
 
 def test_prefixes_are_let_go_of_before_mlx_hears_of_a_smaller_share(
@@ -222,11 +222,11 @@ def test_prefixes_are_let_go_of_before_mlx_hears_of_a_smaller_share(
         engine.run([Generate(1, TokensPrompt(tuple(range(20, 320))), Sampling(temperature=0.0), max_tokens=2)])
         cache = engine.engine.cache
 
-        def enforce(_: MemoryShare, limits: ShareLimits) -> None:
+        def enforce(_: MemoryGrant, limits: AllocationLimits) -> None:
             held.append((cache.nbytes, limits.prefixes))
 
         assert cache.nbytes > 0
-        monkeypatch.setattr(MemoryShare, "enforce", enforce)
+        monkeypatch.setattr(MemoryGrant, "enforce", enforce)
         engine.command(SetMemory(_SHARE_BYTES, 1.0, 0.0))
         engine.run([Generate(2, TokensPrompt((20,)), Sampling(temperature=0.0), max_tokens=1)])
     assert held == [(0, 0)]
@@ -360,7 +360,7 @@ def test_a_smaller_share_makes_running_rows_wait_for_each_other_and_changes_no_t
         gateway.ready()
         expected = answers(gateway, prompts, first_rid=1)
         before = gateway.pong(1).stats
-        assert before.share_bytes == GIB
+        assert before.granted_bytes == GIB
 
         def squeeze() -> None:
             # What is left for KV holds about two of the six rows.
@@ -378,7 +378,7 @@ def test_a_smaller_share_makes_running_rows_wait_for_each_other_and_changes_no_t
         assert after.cache_bytes > 0
         gateway.send(SetMemory(GIB // 2, 1.0, 0.0))
         end = time.monotonic() + patient(10)
-        while (stats := gateway.pong(3).stats).share_bytes != GIB // 2 or stats.cache_bytes:
+        while (stats := gateway.pong(3).stats).granted_bytes != GIB // 2 or stats.cache_bytes:
             assert time.monotonic() < end, f"{stats.cache_bytes} bytes of free buffers are kept"
             time.sleep(0.02)
 

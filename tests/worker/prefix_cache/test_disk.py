@@ -389,7 +389,7 @@ def fetch(cache: PrefixCache, kind: str, tokens: list[int], salt: str) -> int:
     """As a row does: ask for what the disk has, wait, take; and check what was taken."""
     ticket = cache.restore(ids(tokens), salt)
     end = time.monotonic() + patient(folder.DEADLINE_S)
-    while ticket is not None and not ticket.is_settled:
+    while ticket is not None and not ticket.is_done:
         assert time.monotonic() < end
         time.sleep(0.001)
     reused, caches = cache.fetch(ids(tokens), salt, ticket)

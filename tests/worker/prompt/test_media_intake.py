@@ -81,7 +81,7 @@ def test_counted_tokens_are_those_of_the_prompt(intake: Intake) -> None:
 def test_text_alone_is_a_row_as_ever(intake: Intake) -> None:
     made = row(intake, ChatPrompt([{"role": "user", "content": "hello"}]))
 
-    assert (made.media, made.positions, made.relaxed) == ([], None, ())
+    assert (made.media, made.positions, made.deviations) == ([], None, ())
 
 
 def test_media_that_leave_no_room_are_refused_in_the_words_clients_know(intake: Intake) -> None:

@@ -157,7 +157,7 @@ def test_a_template_without_clips_gets_frames_as_images_and_says_so() -> None:
 
     assert model.prompts.modalities == ("image", "video")
     assert [span.medium.kind for span in found.spans] == ["image"] * 5
-    assert found.relaxed == ("video-as-5-images",)
+    assert found.deviations == ("video-as-5-images",)
 
 
 def test_markers_that_are_typed_make_no_span(model: Model) -> None:

@@ -108,7 +108,7 @@ class Shop:
         row.cache_salt = salt
         self.recent.add(row, TextPrompt(prompt) if isinstance(prompt, str) else prompt, len(text))
         ticket = self.cache.restore(row.reusable, salt)
-        while ticket is not None and not ticket.is_settled:
+        while ticket is not None and not ticket.is_done:
             time.sleep(0.001)
         self.cache.fetch(row.reusable, salt, ticket, rid=row.rid)
         row.stats.insert(SCORED if is_scored else self.cache.lookup, is_resumed=False)

@@ -1,4 +1,4 @@
-"""Questions about tokens: bounded, answered in order, forgotten when nobody waits, and never in the way."""
+"""Tokenize calls: bounded, answered in order, forgotten when nobody waits, and never in the way."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ class Desk:
     def __init__(self, intake: Intake) -> None:
         self.sent: SimpleQueue[Up] = SimpleQueue()
         self.gauges = Gauges()
-        self.questions = TokenizeCalls(intake, self.sent.put, self._refusing, self.gauges)
+        self.tokenize_calls = TokenizeCalls(intake, self.sent.put, self._refusing, self.gauges)
 
     @contextmanager
     def _refusing(self, rid: int) -> Generator[None]:
@@ -97,34 +97,36 @@ def test_counting_ends_at_the_next_slice_when_its_client_leaves(model_folder: Ca
     assert len(looks) == 2
 
 
-def test_a_question_beyond_those_that_may_wait_is_refused_and_the_others_are_answered_in_order(intake: Intake) -> None:
+def test_a_tokenize_call_beyond_the_limit_is_refused_and_the_others_are_answered_in_order(
+    intake: Intake,
+) -> None:
     desk = Desk(intake)
     for rid in range(MAX_WAITING_CALLS + 1):
-        desk.questions.put(Tokenize(rid, TextPrompt("kato")))
+        desk.tokenize_calls.put(Tokenize(rid, TextPrompt("kato")))
     (refused,) = desk.answers(1)
     assert isinstance(refused, Rejected)
     assert (refused.rid, refused.failure.code) == (MAX_WAITING_CALLS, Code.BUSY)
-    assert desk.gauges.refused_questions == 1
-    desk.questions.start()
+    assert desk.gauges.refused_tokenize_calls == 1
+    desk.tokenize_calls.start()
     answers = desk.answers(MAX_WAITING_CALLS)
     assert [answer.rid for answer in answers if isinstance(answer, Tokenized)] == list(range(MAX_WAITING_CALLS))
 
 
-def test_a_question_that_was_aborted_is_never_answered(intake: Intake) -> None:
+def test_a_tokenize_call_that_was_aborted_is_never_answered(intake: Intake) -> None:
     desk = Desk(intake)
     for rid in (1, 2, 3):
-        desk.questions.put(Tokenize(rid, TextPrompt("kato")))
-    assert desk.questions.abort((2, 77)) == [77]
-    desk.questions.start()
+        desk.tokenize_calls.put(Tokenize(rid, TextPrompt("kato")))
+    assert desk.tokenize_calls.abort((2, 77)) == [77]
+    desk.tokenize_calls.start()
     answers = desk.answers(2)
     assert [answer.rid for answer in answers if isinstance(answer, Tokenized)] == [1, 3]
 
 
-def test_a_question_that_cannot_be_answered_is_refused_and_the_next_one_is_answered(intake: Intake) -> None:
+def test_a_tokenize_call_that_cannot_be_answered_is_refused_and_the_next_one_is_answered(intake: Intake) -> None:
     desk = Desk(intake)
-    desk.questions.start()
-    desk.questions.put(Detokenize(1, (10**9,)))
-    desk.questions.put(Detokenize(2, ()))
+    desk.tokenize_calls.start()
+    desk.tokenize_calls.put(Detokenize(1, (10**9,)))
+    desk.tokenize_calls.put(Detokenize(2, ()))
     first, second = desk.answers(2)
     assert isinstance(first, Rejected)
     assert second == Tokenized(2, 0)

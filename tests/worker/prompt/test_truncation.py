@@ -53,9 +53,9 @@ def test_oldest_turns_are_left_out_and_instructions_and_the_newest_turn_stay(int
     tokens, context = refused.value.failure.numbers
     assert context == CONTEXT < tokens
     fitted = row(intake, chat(20), max_tokens=10, truncate=-1)
-    turns, left_out = fitted.left_out
-    assert len(fitted.prompt) == tokens - left_out
-    assert left_out >= excess(tokens, CONTEXT, 10)
+    turns, truncated = fitted.truncated
+    assert len(fitted.prompt) == tokens - truncated
+    assert truncated >= excess(tokens, CONTEXT, 10)
     text = intake.vocabulary.decode(fitted.prompt)
     assert "Be brief." in text
     assert "the newest" in text
@@ -69,14 +69,14 @@ def test_oldest_turns_are_left_out_and_instructions_and_the_newest_turn_stay(int
 
 
 def test_what_is_left_out_stays_the_same_for_several_turns(intake: Intake) -> None:
-    left_out = [row(intake, chat(turns), max_tokens=10, truncate=-1).left_out[0] for turns in range(20, 40)]
-    assert left_out == sorted(left_out)
-    assert 2 < len(set(left_out)) <= len(left_out) // 2
+    truncated = [row(intake, chat(turns), max_tokens=10, truncate=-1).truncated[0] for turns in range(20, 40)]
+    assert truncated == sorted(truncated)
+    assert 2 < len(set(truncated)) <= len(truncated) // 2
 
 
 def test_a_prompt_that_fits_is_left_alone(intake: Intake) -> None:
     assert row(intake, chat(3), truncate=-1).prompt == row(intake, chat(3)).prompt
-    assert row(intake, chat(3), truncate=-1).left_out == (0, 0)
+    assert row(intake, chat(3), truncate=-1).truncated == (0, 0)
 
 
 def test_one_turn_that_is_too_long_is_refused_all_the_same(intake: Intake) -> None:
@@ -88,12 +88,12 @@ def test_one_turn_that_is_too_long_is_refused_all_the_same(intake: Intake) -> No
 
 def test_a_successor_leaves_out_what_its_predecessor_has(intake: Intake) -> None:
     first = row(intake, chat(20), max_tokens=10, truncate=-1)
-    goes_on = Generate(1, chat(20), Sampling(), 10, truncate=-1, left_out=first.left_out, resume=(20, 21))
+    goes_on = Generate(1, chat(20), Sampling(), 10, truncate=-1, truncated=first.truncated, resume=(20, 21))
     assert intake.row(goes_on, 0.0).prompt == first.prompt
     # It has less memory, and so would leave out more.
-    narrow = structs.replace(goes_on, left_out=(first.left_out[0] + 2, 0))
-    assert intake.row(narrow, 0.0).left_out[0] == first.left_out[0] + 2
-    whole = structs.replace(goes_on, left_out=(0, 0))
+    narrow = structs.replace(goes_on, truncated=(first.truncated[0] + 2, 0))
+    assert intake.row(narrow, 0.0).truncated[0] == first.truncated[0] + 2
+    whole = structs.replace(goes_on, truncated=(0, 0))
     with pytest.raises(RequestInvalid, match="maximum context length"):
         intake.row(whole, 0.0)
 
@@ -107,7 +107,7 @@ def test_the_last_tokens_of_a_text_are_kept(intake: Intake, truncate: int, kept:
         return
     fitted = row(intake, TokensPrompt(ids), truncate=truncate)
     assert fitted.prompt == list(ids[len(ids) - len(fitted.prompt) :])
-    assert fitted.left_out == (0, len(ids) - len(fitted.prompt))
+    assert fitted.truncated == (0, len(ids) - len(fitted.prompt))
     assert len(fitted.prompt) == kept if truncate > 0 else kept - CONTEXT // 4 < len(fitted.prompt) <= kept
     text = TextPrompt("ka to mi ra " * 30)
     assert row(intake, text, truncate=12).prompt == row(intake, text).prompt[-12:]
@@ -120,13 +120,13 @@ def test_the_last_tokens_of_a_chat_are_kept_where_its_request_cuts_tokens(
     whole = intake.tokenize(Tokenize(1, chat(20), True), lambda: True)
     assert whole is not None
     fitted = row(intake, chat(20), max_tokens=10, truncate=truncate, cuts_tokens=True)
-    turns, tokens = fitted.left_out
+    turns, tokens = fitted.truncated
     assert (turns, fitted.prompt) == (0, list(whole.ids[tokens:]))
     assert len(fitted.prompt) == (kept or len(whole.ids) - excess(len(whole.ids), CONTEXT, 10))
-    again = row(intake, chat(20), max_tokens=10, truncate=truncate, cuts_tokens=True, left_out=fitted.left_out)
+    again = row(intake, chat(20), max_tokens=10, truncate=truncate, cuts_tokens=True, truncated=fitted.truncated)
     assert again.prompt == fitted.prompt
     fits = row(intake, chat(1), max_tokens=10, truncate=-1, cuts_tokens=True)
-    assert fits.left_out == (0, 0)
+    assert fits.truncated == (0, 0)
 
 
 def test_a_prompt_with_an_image_is_refused_where_tokens_of_it_would_go() -> None:
@@ -149,7 +149,7 @@ def test_a_prompt_to_fill_in_the_middle_is_refused_and_never_cut(
 
     monkeypatch.setattr(InfillPrompts, "encode", encode)
     fitting = row(intake, TextPrompt("k" * 20, Infill("mi")), truncate=-1)
-    assert (fitting.prompt[0], len(fitting.prompt), fitting.left_out) == (7, 23, (0, 0))
+    assert (fitting.prompt[0], len(fitting.prompt), fitting.truncated) == (7, 23, (0, 0))
     with pytest.raises(RequestInvalid, match="maximum context length"):
         row(intake, TextPrompt("k" * (CONTEXT + 20), Infill("mi")), truncate=-1)
 

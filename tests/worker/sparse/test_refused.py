@@ -13,7 +13,7 @@ from mlx_lm.utils import load_model
 from protocol.to_worker import Generate, Sampling, TokensPrompt
 from tests.support.engine import spec
 from tests.support.models import ARCHITECTURES, VOCAB
-from worker.engine.load_checks import gap_problem
+from worker.engine.load_checks import gap_reason
 from worker.errors import LoadFailed, RequestInvalid
 from worker.kv.quantized import KvForm, set_kv_form
 from worker.prompt.limits_and_truncation import NO_SPARSE, SparseLimits
@@ -71,7 +71,7 @@ def test_a_model_whose_layers_need_every_token_is_refused(
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "qwen3_moe"])
 def test_positions_of_these_follow_their_caches(architecture: str, model_folder: Callable[[str], Path]) -> None:
-    assert gap_problem(load_model(model_folder(architecture))[0], VOCAB) == ""
+    assert gap_reason(load_model(model_folder(architecture))[0], VOCAB) == ""
 
 
 @pytest.mark.parametrize("reads_codes", [True, False])
@@ -79,7 +79,7 @@ def test_positions_follow_caches_of_quantized_kv(reads_codes: bool) -> None:
     sizes = {**ARCHITECTURES["qwen3"][1], "head_dim": 64, "num_hidden_layers": 2}
     model = qwen3.Model(qwen3.ModelArgs.from_dict(sizes))
     set_kv_form(model, KvForm(4, 32, reads_codes))
-    assert gap_problem(model, VOCAB) == ""
+    assert gap_reason(model, VOCAB) == ""
 
 
 def test_positions_follow_caches_of_latent_attention() -> None:
@@ -88,7 +88,7 @@ def test_positions_follow_caches_of_latent_attention() -> None:
         "num_hidden_layers": 2, "first_k_dense_replace": 2, "hidden_size": 64, "intermediate_size": 128,
         "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": VOCAB, "model_type": "deepseek_v3",
     }  # fmt: skip
-    assert gap_problem(deepseek_v3.Model(deepseek_v3.ModelArgs(**sizes)), VOCAB) == ""
+    assert gap_reason(deepseek_v3.Model(deepseek_v3.ModelArgs(**sizes)), VOCAB) == ""
 
 
 class _Counting(nn.Module):
@@ -108,4 +108,4 @@ def test_a_model_that_counts_positions_itself_is_refused(model_folder: Callable[
     model, _ = load_model(model_folder("qwen3"))
     for layer in model.layers:
         layer.self_attn.rope = _Counting(layer.self_attn.rope)
-    assert "its positions do not follow its caches" in gap_problem(model, VOCAB)
+    assert "its positions do not follow its caches" in gap_reason(model, VOCAB)

@@ -154,7 +154,7 @@ def test_a_slow_grammar_does_not_hold_up_the_other_rows(model_folder: Callable[[
     class Stuck:
         """A grammar whose compiler never comes back."""
 
-        relaxed = ()
+        deviations = ()
 
         def walk(self) -> Any:
             release.wait(patient(60))

@@ -68,7 +68,7 @@ def made_rule(family: str, known: PreTrainedTokenizerFast) -> Rule:
         ChatPrompt([], TOOLS, must_call=True), reasoning_end(family), 800
     )
     assert made is not None
-    assert not made.grammar.relaxed
+    assert not made.grammar.deviations
     return made
 
 

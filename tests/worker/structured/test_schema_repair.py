@@ -55,7 +55,7 @@ TUPLE: dict[str, Any] = {
 )
 def test_a_tuple_of_draft_7_is_enforced(tokenizer: Any, text: str, fits: bool, is_strict: bool) -> None:
     compiler = made(tokenizer)
-    assert compiler.compile(constraint(TUPLE, is_strict)).relaxed == ()
+    assert compiler.compile(constraint(TUPLE, is_strict)).deviations == ()
     assert accepts(compiler, constraint(TUPLE, is_strict), text) is fits
 
 
@@ -88,12 +88,12 @@ FAULTS: list[tuple[dict[str, Any], tuple[str, ...], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("document", "relaxed", "right"), FAULTS)
+@pytest.mark.parametrize(("document", "deviations", "right"), FAULTS)
 def test_one_fault_relaxes_only_its_keyword_and_is_named(
-    tokenizer: Any, document: dict[str, Any], relaxed: tuple[str, ...], right: list[str]
+    tokenizer: Any, document: dict[str, Any], deviations: tuple[str, ...], right: list[str]
 ) -> None:
     compiler, loose = made(tokenizer), constraint(document, is_strict=False)
-    assert compiler.compile(loose).relaxed == relaxed
+    assert compiler.compile(loose).deviations == deviations
     assert all(accepts(compiler, loose, text) for text in right)
     assert not any(accepts(compiler, loose, text.replace('"n": 1', '"n": "1"')) for text in right)
     assert not accepts(compiler, loose, '"n"')
@@ -103,7 +103,7 @@ def test_one_fault_relaxes_only_its_keyword_and_is_named(
 
 def test_a_whole_that_refers_to_nothing_is_still_an_object(tokenizer: Any) -> None:
     compiler, loose = made(tokenizer), constraint({"$ref": "#/definitions/gone"}, is_strict=False)
-    assert compiler.compile(loose).relaxed == ("$ref",)
+    assert compiler.compile(loose).deviations == ("$ref",)
     assert accepts(compiler, loose, '{"a": 1}')
     assert not accepts(compiler, loose, "1")
 
@@ -129,8 +129,8 @@ def test_required_calls_hold_tuples_and_the_rest_of_a_schema_with_faults(family:
     held: dict[str, Any] = {"type": "object", "properties": {"at": pair, "n": INTEGER}, "required": ["at", "n"]}
     faulty = {**held, "required": ["at", "n", "m"], "properties": {**held["properties"], "x": {"$ref": "#/gone"}}}
     rule = make(family, ChatPrompt([], [tool("f", faulty)], must_call=True, one_call=True))
-    assert "$ref" in rule.grammar.relaxed
-    assert "everything but an object" not in rule.grammar.relaxed
+    assert "$ref" in rule.grammar.deviations
+    assert "everything but an object" not in rule.grammar.deviations
     # A walk through a value of any type may come to no end.
     texts = [text for seed in range(scaled(8, 4)) if (text := walk(rule, seed)) is not None]
     assert texts

@@ -56,11 +56,11 @@ class MemoryLimits:
         disk = open_disk(spec, form, layout, wake) if self._reuses_prefixes and partners is None else None
         self.kept = open_kept(keeps, form().key, spec) if keeps else None
         calibration = self.kept.calibration if self.kept is not None else None
-        self.share = memory.MemoryShare(
+        self.grant = memory.MemoryGrant(
             spec, loaded.weights_bytes, most_buffers=calibration.buffer_bytes if calibration is not None else 0
         )
-        limits = self.share.limits()
-        self.share.enforce(limits)
+        limits = self.grant.limits()
+        self.grant.enforce(limits)
         # Cached features of media; None for a text model.
         self.features = FeatureCache(limits.features) if loaded.vision is not None else None
         budget = self._prefixes(limits)
@@ -79,9 +79,9 @@ class MemoryLimits:
         `step` is the maximum number of tokens of a row in one step; `make_room` preempts rows that do not fit the KV
         budget.
         """
-        limits = self.share.limits()
+        limits = self.grant.limits()
         if self._partners is not None:
-            self.kv_cost, limits = self._partners.least(self.share.order, self.kv_cost, limits)
+            self.kv_cost, limits = self._partners.least(self.grant.order, self.kv_cost, limits)
         self.cache.arrays_per_row = self.kv_cost.arrays
         self.cache.resize(self._prefixes(limits))
         if self.features is not None:
@@ -91,10 +91,10 @@ class MemoryLimits:
         self._gauges.kv_limit = limits.kv
         self._gauges.kv_blocks = self.kv_cost.blocks(limits.kv + self.cache.budget, BLOCK)
         make_room()
-        self.share.enforce(limits)
-        self._gauges.share_bytes = self.share.bytes
+        self.grant.enforce(limits)
+        self._gauges.granted_bytes = self.grant.bytes
         self._gauges.mem_limit = limits.total
-        self._gauges.wired_limit = self.share.wired_limit
+        self._gauges.wired_limit = self.grant.wired_limit
 
     def relax(self) -> bool:
         """Periodically lower the wired limit. Returns whether limits that a failed allocation halved may grow again."""
@@ -102,16 +102,16 @@ class MemoryLimits:
         if now < self._due:
             return False
         self._due = now + _CHECK_INTERVAL_S
-        self.share.check()
-        self._gauges.wired_limit = self.share.wired_limit
-        return self.share.relax(now)
+        self.grant.check()
+        self._gauges.wired_limit = self.grant.wired_limit
+        return self.grant.relax(now)
 
     def shrink(self, error: Exception, action: str) -> bool:
         """Clear the caches and halve the limits after a failed allocation. The caller must then call `apply`.
 
         Returns False if `error` is no failed allocation, or if the limits are at their minimum.
         """
-        if not is_allocation_failure(error) or not self.share.shrink(time.monotonic()):
+        if not is_allocation_failure(error) or not self.grant.shrink(time.monotonic()):
             return False
         self._gauges.allocation_failures += 1
         log.warning("%s failed to allocate memory; the KV budget is halved: %s", action, error)
@@ -134,7 +134,7 @@ class MemoryLimits:
         if self.features is not None:
             gauges.feature_bytes, gauges.features = self.features.nbytes, self.features.counts
 
-    def _prefixes(self, limits: memory.ShareLimits) -> int:
+    def _prefixes(self, limits: memory.AllocationLimits) -> int:
         """Return the budget of the prefix cache: the memory for all caches minus the memory for media features."""
         if not self._reuses_prefixes:
             return 0

@@ -179,7 +179,7 @@ class ChunkPolicy:
         return self._limit_s(1 if decoding else prefilling + 1, decoding, SHORT_PROMPT + 1)
 
     def observe(self, each: PassTime) -> None:
-        """Learn from a forward pass. The step and the chunk of a fused pass are told apart by what is known of one."""
+        """Learn from a forward pass. The step and the chunk of a fused pass are separated by what is known of one."""
         if not each.rows:
             self.costs.observe_chunk(self._own, each.prompted, each.seconds)
             return
@@ -275,24 +275,24 @@ class Heartbeat:
         self._used_at = float("-inf")
         self._beat_at = float("-inf")
 
-    def take(
+    def receive(
         self,
-        take: Callable[[float | None], list[Command]],
+        receive: Callable[[float | None], list[Command]],
         guard: Callable[[Callable[[], None]], None],
         *,
         is_idle: bool,
     ) -> list[Command]:
         """Return the next commands, and beat until there are any if the engine is idle.
 
-        `take` gets the seconds after which it returns without a command, or None; `guard` calls a beat, and recovers
+        `receive` gets the seconds after which it returns without a command, or None; `guard` calls a beat, and recovers
         from its errors.
         """
         if not self._keep_s:
-            return take(None)
+            return receive(None)
         if not is_idle:
             self._used_at = self.clock()
-            return take(None)
-        while not (commands := take(self._left_s())):
+            return receive(None)
+        while not (commands := receive(self._left_s())):
             guard(self._beat)
         return commands
 
@@ -312,40 +312,40 @@ class Heartbeat:
         self._beat_at = self.clock()
 
 
-# With a lower duty, requests would hardly ever end.
-MIN_DUTY: Final = 0.05
+# With a lower duty cycle, requests would hardly ever end.
+MIN_DUTY_CYCLE: Final = 0.05
 # A rest is at most this long, so that streams continue.
 MAX_REST_S: Final = 2.0
 
 
-class Rests:
-    """Duty cycle of a loop: after t seconds of work it rests for t · (1/duty − 1). Owned by the loop's thread.
+class DutyCycle:
+    """Duty cycle of a loop: after t seconds of work it rests for t · (1/ratio − 1). Owned by the loop's thread.
 
     Times are of the monotonic clock. Commands are handled during a rest, but do not shorten it.
     """
 
     def __init__(self) -> None:
-        self.duty = 1.0
+        self.ratio = 1.0
         self._until = 0.0
         # Seconds of all rests since the start.
         self.total_s = 0.0
 
-    def set_duty(self, duty: float) -> None:
+    def set_ratio(self, ratio: float) -> None:
         """Set the fraction of the time that is for work."""
-        self.duty = min(1.0, max(MIN_DUTY, duty))
+        self.ratio = min(1.0, max(MIN_DUTY_CYCLE, ratio))
 
     @property
     def is_on(self) -> bool:
-        return self.duty < 1.0
+        return self.ratio < 1.0
 
     def worked(self, began: float, ended: float) -> None:
         """Add the rest that this work requires to the rest that is left."""
-        rest_s = min(MAX_REST_S, max(0.0, ended - began) * (1 / self.duty - 1))
+        rest_s = min(MAX_REST_S, max(0.0, ended - began) * (1 / self.ratio - 1))
         self.total_s += rest_s
         self._until = min(max(self._until, ended) + rest_s, ended + MAX_REST_S)
 
     def left_s(self, now: float) -> float:
-        """Return the seconds of rest that are left; 0 with a full duty."""
+        """Return the seconds of rest that are left; 0 with a ratio of 1."""
         return max(0.0, self._until - now) if self.is_on else 0.0
 
 
@@ -385,7 +385,7 @@ class Pacer:
             can_fuse=False,
             pass_tokens=pass_tokens,
         )
-        self.rests = Rests()
+        self.duty_cycle = DutyCycle()
         self._kept = kept
 
     def chunk(self, prefilling: int, decoding: int, longest: int, context: int) -> ChunkPlan:
@@ -407,20 +407,20 @@ class Pacer:
     def change(self, order: SetPace) -> None:
         """Change the limits of a tick and the duty cycle."""
         self.policy.pace = self._reading.pace = PaceLimits(order.tick_ms / 1000, order.chunk)
-        self.rests.set_duty(order.duty)
+        self.duty_cycle.set_ratio(order.duty_cycle)
 
     def left_s(self) -> float:
         """Return the seconds of rest that are left."""
-        return self.rests.left_s(time.monotonic()) if self.rests.is_on else 0.0
+        return self.duty_cycle.left_s(time.monotonic()) if self.duty_cycle.is_on else 0.0
 
     def worked(self, began: float) -> None:
         """Add the rest for work that began at this time of the monotonic clock and has just ended."""
-        self.rests.worked(began, time.monotonic())
+        self.duty_cycle.worked(began, time.monotonic())
 
-    def tend(self) -> None:
+    def flush_if_due(self) -> None:
         """Write learned times periodically; called by an idle loop."""
         if self._kept is not None:
-            self._kept.tend(time.monotonic())
+            self._kept.flush_if_due(time.monotonic())
 
     def close(self) -> None:
         """Write learned times when the loop ends."""

@@ -135,7 +135,7 @@ class KeptFile:
         before = self._read() or self._empty
         self._write(structs.replace(before, load=load, written=time.time()))
 
-    def tend(self, now: float) -> None:
+    def flush_if_due(self, now: float) -> None:
         """Write new times, at most once per `WRITE_INTERVAL_S`; `now` is a time of the monotonic clock."""
         if now >= self._due and self._has_news:
             self.save()

@@ -59,8 +59,8 @@ def _checks(spec: WorkerSpec, tokens: int, words: int) -> Generator[VerifyCheck]
     reference = reference_of(spec) if spec.group is None else None
     lead, division = open_group(spec, _lost) if spec.group is not None else (None, None)
     loaded = load_checked(spec, lambda _stage, _done, _total: None, division, lead)
-    share = memory.MemoryShare(spec, loaded.weights_bytes)
-    share.enforce(share.limits())
+    grant = memory.MemoryGrant(spec, loaded.weights_bytes)
+    grant.enforce(grant.limits())
     yield from Verifier(loaded, spec, tokens, words, lead, reference).checks()
     if lead is not None:
         lead.leave()

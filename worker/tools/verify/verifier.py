@@ -151,7 +151,7 @@ class VerifiedOutput:
     sent: float = 0.0
     first_token_s: float | None = None
 
-    def take(self, delta: Delta) -> None:
+    def receive(self, delta: Delta) -> None:
         if delta.prompt is not None:
             self.prompt_logprobs += [each.logprob for each in delta.prompt.logprobs if each.rank]
         if delta.token_ids and self.first_token_s is None:
@@ -200,7 +200,7 @@ class EngineSession:
         match message:
             case Step():
                 for delta in message.deltas:
-                    self._outputs[delta.rid].take(delta)
+                    self._outputs[delta.rid].receive(delta)
                     if delta.finish is not None:
                         self._end(delta.rid)
             case Rejected(rid, failure):

@@ -85,7 +85,7 @@ async def test_a_killed_daemon_leaves_results_and_the_next_runs_the_other_lines(
 
     assert dict(second.counts) == {"succeeded": 1, "errored": 1}
     assert [await answer(second)] == list({*"abc"} - {*done})
-    assert second.is_settled
+    assert second.has_no_more_lines
     await second.end()
     batch = again.batches[BATCH.id]
     assert batch.status == "completed"
@@ -123,7 +123,7 @@ async def test_a_daemon_that_is_killed_while_a_batch_ends_loses_and_repeats_noth
     again = await store(tmp_path)
     second = await opened(again)
 
-    assert second.is_settled
+    assert second.has_no_more_lines
     await second.end()
     assert again.batches[BATCH.id].status == "completed"
     assert Counter([*ids(again, "file-out"), *ids(again, "file-err")]) == Counter("abc")
@@ -149,7 +149,7 @@ async def test_a_batch_that_was_being_cancelled_is_cancelled_by_the_next_daemon(
     again = await store(tmp_path)
     second = await opened(again)
 
-    assert second.is_settled
+    assert second.has_no_more_lines
     await second.end()
     assert (again.batches[BATCH.id].status, again.batches[BATCH.id].counts) == ("cancelled", {"canceled": 3})
 

@@ -38,7 +38,7 @@ from gateway.api.responses.resumption import LOST_EVENTS_MAX, ReplayedResponse, 
 from gateway.config.settings import ModelConfig
 from gateway.disk_and_clock import Disk
 from gateway.errors import Unavailable
-from gateway.media.read_media import share_bytes
+from gateway.media.read_media import quota_bytes
 from protocol.from_worker import Delta, DeltaKind, Finish, TokenLogprob, ToolCallDelta
 from protocol.to_worker import ChatPrompt, Generate, Media, Sampling, TextPrompt
 from tests.gateway.harness import Gateway, running, until
@@ -281,10 +281,10 @@ def test_what_was_left_out_of_a_prompt_stays_left_out_after_a_restart() -> None:
     generate = Generate(1, TextPrompt("hi"), Sampling(), truncate=-1)
     written = [DeltaRecord([Delta(1, text="x", token_ids=(token,))], (3, 900)) for token in (5, 6)]
     replayed = replay(Background("k", run, nothing_to_store), [BeginRecord("b"), StartRecord(), *written])
-    expected = Generate(7, TextPrompt("hi"), Sampling(), truncate=-1, resume=(5, 6), left_out=(3, 900), deadline_ms=9)
+    expected = Generate(7, TextPrompt("hi"), Sampling(), truncate=-1, resume=(5, 6), truncated=(3, 900), deadline_ms=9)
     assert replayed.rest_of(generate, 7, 9) == expected
     # Without a token of it, the next worker decides.
-    assert ReplayedResponse().rest_of(generate, 7, 9).left_out is None
+    assert ReplayedResponse().rest_of(generate, 7, 9).truncated is None
 
 
 async def test_no_event_number_comes_again_if_a_power_cut_left_the_request_alone(tmp_path: Path) -> None:
@@ -543,7 +543,7 @@ async def test_media_of_a_response_that_goes_on_count_for_its_key(tmp_path: Path
             lease = gateway.app.services.media.lease()
             lease.owner = owner
             with pytest.raises(Unavailable) if is_full else nullcontext():
-                lease.grow(share_bytes(limit, has_others=True))
+                lease.grow(quota_bytes(limit, has_others=True))
             lease.close()
 
 

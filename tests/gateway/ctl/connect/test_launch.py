@@ -182,7 +182,7 @@ def test_the_default_model_is_the_best_then_the_largest_and_what_cannot_work_com
         ModelConfig(name="plain", path=path),
         ModelConfig(name="large", path=large),
     ]
-    found = {each.model.name: each.objections for each in candidates(models, client_of("claude"), MEMORY)}
+    found = {each.model.name: each.reasons for each in candidates(models, client_of("claude"), MEMORY)}
 
     assert list(found)[:2] == ["large", "plain"]
     assert set(list(found)[2:]) == {"mute", "short"}
@@ -191,7 +191,7 @@ def test_the_default_model_is_the_best_then_the_largest_and_what_cannot_work_com
     wanted = [*models, ModelConfig(name="mine", path=path, aliases=("default",))]
     assert candidates(wanted, client_of("claude"), MEMORY)[0].model.name == "mine"
     # aider calls no tools, and sends less.
-    assert not any(each.objections for each in candidates(models, client_of("aider"), MEMORY)[:3])
+    assert not any(each.reasons for each in candidates(models, client_of("aider"), MEMORY)[:3])
 
 
 def test_without_a_daemon_one_is_started_and_the_models_here_are_looked_at(user: User, run_dir: Path) -> None:

@@ -505,7 +505,7 @@ async def test_a_request_at_an_upstream_is_listed_until_it_ends_and_can_be_cance
         assert (await asking).status_code == 499
 
 
-async def test_a_request_that_fails_here_and_leaves_is_booked_once() -> None:
+async def test_a_request_that_fails_here_and_leaves_is_recorded_once() -> None:
     async with far() as cloud, door(upstream(cloud.url), broken=False, when=("context",)) as (gateway, _):
         reply = await gateway.client.post("/v1/completions", json={"model": "m", "prompt": "too long"})
         assert (reply.status_code, reply.headers["x-mlxd-served-by"]) == (200, "cloud")

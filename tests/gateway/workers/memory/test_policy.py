@@ -25,7 +25,7 @@ def claim(name: str, floor: int, *, least: int | None = None, most: int | None =
 
 def tenant(
     name: str,
-    share: int,
+    memory_bytes: int,
     *,
     floor: int | None = None,
     is_ready: bool = True,
@@ -36,8 +36,10 @@ def tenant(
     ready_at: float = 0.0,
     used_at: float = 0.0,
 ) -> ModelSnapshot:
-    own = share if floor is None else floor
-    return ModelSnapshot(name, share, own, is_ready, is_busy, is_pinned, gated_at, shrinking_to, ready_at, used_at)
+    own = memory_bytes if floor is None else floor
+    return ModelSnapshot(
+        name, memory_bytes, own, is_ready, is_busy, is_pinned, gated_at, shrinking_to, ready_at, used_at
+    )
 
 
 def decide(
@@ -197,7 +199,7 @@ def test_a_lowered_budget_takes_loans_back_and_then_unloads() -> None:
 
 @dataclass
 class Resident:
-    share: int
+    memory_bytes: int
     ready_at: float | None = None
     busy: int = 0
     used_at: float = 0.0
@@ -242,7 +244,7 @@ class World:
             elif home.ready_at is None:
                 home.ready_at = home.used_at = self.now
             elif home.shrinking_to is not None:
-                home.share, home.shrinking_to = home.shrinking_to, None
+                home.memory_bytes, home.shrinking_to = home.shrinking_to, None
 
     def turn(self) -> MemoryPlan:
         claims = [LoadClaim(n, self.floors[n], self.floors[n], 10 * self.budget) for n in self.asked]
@@ -251,8 +253,8 @@ class World:
         tenants = [
             tenant(
                 name,
-                home.share,
-                floor=min(home.share, self.floors[name]),
+                home.memory_bytes,
+                floor=min(home.memory_bytes, self.floors[name]),
                 is_ready=home.ready_at is not None,
                 is_busy=home.busy > 0,
                 is_pinned=name in self.pinned,
@@ -263,7 +265,7 @@ class World:
             )
             for name, home in staying.items()
         ]
-        returning = sum(home.share for home in leaving)
+        returning = sum(home.memory_bytes for home in leaving)
         terms = EvictionTerms(self.budget, self.max_loaded, self.residency_s, returning, len(leaving))
         made = plan(claims, tenants, terms, self.now)
         self.carry_out(made)
@@ -289,14 +291,14 @@ class World:
                 home.gated_at = self.now if home.gated_at is None else home.gated_at
             elif not home.is_leaving:
                 home.gated_at = None
-        for name, share in made.shrinks:
-            assert self.floors[name] <= share < self.residents[name].share
-            self.residents[name].shrinking_to = share
-        for name, share in made.grants:
+        for name, memory_bytes in made.shrinks:
+            assert self.floors[name] <= memory_bytes < self.residents[name].memory_bytes
+            self.residents[name].shrinking_to = memory_bytes
+        for name, memory_bytes in made.grants:
             assert name not in self.residents
             self.waits.append(self.now - self.asked.pop(name))
-            self.residents[name] = Resident(share)
-        assert sum(home.share for home in self.residents.values()) <= self.budget
+            self.residents[name] = Resident(memory_bytes)
+        assert sum(home.memory_bytes for home in self.residents.values()) <= self.budget
         assert not self.max_loaded or len(self.residents) <= self.max_loaded
 
 

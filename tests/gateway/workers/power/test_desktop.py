@@ -10,9 +10,9 @@ from gateway.config.settings import CAN_SEE_DESKTOP
 from gateway.workers import power as battery_and_display
 from gateway.workers.power import (
     AWAY_S,
-    BATTERY_DUTY,
+    BATTERY_DUTY_CYCLE,
     CHUNK_TOKENS,
-    DUTY,
+    DUTY_CYCLE,
     FULL,
     INPUT_INTERVAL_S,
     POWER_INTERVAL_S,
@@ -49,8 +49,8 @@ def auto(idle_s: float, display_on: bool, on_battery: bool, thermal: Thermal = "
 
 
 def test_a_person_gets_short_ticks_and_a_part_of_the_time() -> None:
-    assert auto(0.0, True, False) == SetPace(DUTY, TICK_MS, CHUNK_TOKENS)
-    assert auto(AWAY_S - 1, True, True) == SetPace(BATTERY_DUTY, TICK_MS, CHUNK_TOKENS)
+    assert auto(0.0, True, False) == SetPace(DUTY_CYCLE, TICK_MS, CHUNK_TOKENS)
+    assert auto(AWAY_S - 1, True, True) == SetPace(BATTERY_DUTY_CYCLE, TICK_MS, CHUNK_TOKENS)
 
 
 @pytest.mark.parametrize(("idle_s", "display_on"), [(AWAY_S, True), (0.0, False), (1e6, False)])
@@ -59,9 +59,9 @@ def test_with_nobody_there_all_of_the_machine_is_used(idle_s: float, display_on:
 
 
 def test_heat_slows_down_whoever_is_there() -> None:
-    assert auto(AWAY_S, False, False, "critical").duty < auto(AWAY_S, False, False, "serious").duty < 1.0
+    assert auto(AWAY_S, False, False, "critical").duty_cycle < auto(AWAY_S, False, False, "serious").duty_cycle < 1.0
     assert auto(AWAY_S, False, False, "critical").tick_ms == 0
-    assert auto(0.0, True, False, "critical").duty < DUTY
+    assert auto(0.0, True, False, "critical").duty_cycle < DUTY_CYCLE
 
 
 def test_a_mode_that_is_set_counts_wherever_this_is_and_auto_where_the_machine_can_be_seen() -> None:
@@ -69,7 +69,7 @@ def test_a_mode_that_is_set_counts_wherever_this_is_and_auto_where_the_machine_c
     assert pace(True, None) == pace(True, away) == auto(0.0, True, False)
     assert pace(False, here) == pace("auto", None) == pace("auto", away) == FULL
     assert pace("auto", here) == pace(True, None)
-    assert pace(True, DesktopState(on_battery=True)).duty == BATTERY_DUTY
+    assert pace(True, DesktopState(on_battery=True)).duty_cycle == BATTERY_DUTY_CYCLE
 
 
 def test_what_the_tools_of_macos_print_is_read_and_silence_is_a_person_at_a_cool_machine() -> None:
@@ -129,7 +129,7 @@ class Wire:
 
 @dataclass
 class Process:
-    """The incarnation of a worker, as far as it is told a pace."""
+    """The process of a worker, as far as it is told a pace."""
 
     name: str
     is_adopted: bool = False
@@ -150,17 +150,17 @@ class Model:
         self.name = name
         self.state = state
         self.spec = WorkerSpec(name, "demo", 1, "", "", keep_warm_s=keep_warm_s)
-        self.incarnation = Process(name, **facts)
+        self.process = Process(name, **facts)
 
     @property
     def epoch(self) -> int:
-        return self.incarnation.epoch
+        return self.process.epoch
 
 
 def watched(mac: Mac, models: list[Model], mode: list[object]) -> tuple[DesktopWatch, Wire]:
     wire = Wire()
     for model in models:
-        model.incarnation.wire = wire
+        model.process.wire = wire
     watch = DesktopWatch(
         lambda: mode[0],  # type: ignore[arg-type,return-value]
         lambda: models,  # type: ignore[arg-type,return-value]
@@ -177,15 +177,15 @@ async def test_workers_are_told_once_and_again_when_it_changes_and_new_ones_when
     for _ in range(3):
         await watch.update()
     assert wire.sent == [("a", 1, slow)]
-    assert watch.duty == slow.duty
+    assert watch.duty_cycle == slow.duty_cycle
     models[1].state = State.READY
-    models[0].incarnation.epoch = 2
+    models[0].process.epoch = 2
     await watch.update()
     assert sorted(wire.sent[1:], key=str) == [("a", 2, slow), ("b", 1, slow)]
     mac.idle_s, mac.now = AWAY_S, INPUT_INTERVAL_S
     await watch.update()
     assert [(name, order) for name, _, order in wire.sent[3:]] == [("a", FULL), ("b", FULL)]
-    assert watch.duty == 1.0
+    assert watch.duty_cycle == 1.0
 
 
 async def test_a_worker_that_could_not_be_reached_is_told_later() -> None:

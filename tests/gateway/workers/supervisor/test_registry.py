@@ -150,7 +150,7 @@ def test_a_worker_whose_specification_is_not_understood_is_still_known_by_its_pr
     registry = Registry(tmp_path)
     (survivor,) = registry.survivors()
     assert (survivor.name, survivor.spec) == ("org/model", None)
-    assert problem in survivor.problem
+    assert problem in survivor.reason
     assert registry.next_epoch() == 5
     AdoptedProcess(survivor.process, lambda: None).signal(signal.SIGTERM)
     assert process.wait(patient(10)) == -signal.SIGTERM

@@ -16,7 +16,7 @@ NO_MEMORY = Failure(Code.OUT_OF_MEMORY, "try again")
 
 async def test_a_worker_is_started_with_the_share_that_it_was_given() -> None:
     async with Machine() as m:
-        m.world.share_bytes = 123
+        m.world.memory_bytes = 123
         await m.bring_up()
         assert [spec.memory_bytes for spec in m.world.specs] == [123]
         assert m.world.entries == [State.STARTING, State.LOADING, State.READY]
@@ -121,7 +121,7 @@ async def test_an_overload_refuses_new_requests_but_no_resumed_ones() -> None:
     async with Machine() as m:
         await m.bring_up()
         sequence = m.run(tokens=3)
-        m.worker.incarnation.overload = NO_MEMORY
+        m.worker.process.overload = NO_MEMORY
         assert m.worker.refusal(sequence.generate) == NO_MEMORY
         assert m.events.refusals == ["m"]
         await m.crash(-9)

@@ -120,7 +120,7 @@ class Story:
     def check(self) -> None:
         worker, world = self.m.worker, self.m.world
         alive = [process for process in world.processes if not process.has_exited]
-        assert len(alive) <= 1, "two incarnations at a time"
+        assert len(alive) <= 1, "two processes at a time"
         if worker.state in (State.STOPPED, State.BACKOFF, State.FAILED, State.INCOMPATIBLE):
             assert not alive, f"a process in state {worker.state}"
         for sequence in world.sequences:

@@ -104,7 +104,7 @@ def test_each_answer_names_the_bits_and_kv_takes_as_many(wide_folder: Callable[[
         with EngineHarness(spec(path, kv_bits=bits)) as engine:
             assert len(engine.run([request])[0].ids) == 8
             bytes_of[bits] = engine.kv_cost.token_bytes
-            assert engine.intake.row(request, 0.0).relaxed == ((f"kv-bits-{bits}",) if bits else ())
+            assert engine.intake.row(request, 0.0).deviations == ((f"kv-bits-{bits}",) if bits else ())
             # What attention is given is not smaller for it.
             assert engine.kv_cost.widest == bytes_of[0] // 4, "one of four layers"
     # Scales and biases are float32 here: one bit more for each number.

@@ -106,7 +106,7 @@ def test_each_model_gets_the_fastest_lane_that_is_exact(architecture: str, model
     loaded = load_checked(spec(model_folder(architecture)), nothing)
     plan = loaded.plan
     assert plan.mode == LANES.get(architecture, "together")
-    assert architecture in LANES or packing_of(loaded.model) is not None, "prompts ride on the steps of its rows"
+    assert architecture in LANES or packing_of(loaded.model) is not None, "prompts are fused into the steps of its rows"
     assert plan.reuses_prefixes
     assert bool(plan.reason) == (architecture in LANES)
 
@@ -182,7 +182,7 @@ def test_a_model_that_is_wrong_after_cached_prefixes_reuses_none(model_folder: C
     assert plan.reason.startswith("prefixes are not reused, because from the prefix cache a prompt's")
 
 
-def test_a_model_that_is_wrong_when_packed_runs_prompts_apart(model_folder: Callable[[str], Path]) -> None:
+def test_a_model_that_is_wrong_when_packed_runs_separate_prefill(model_folder: Callable[[str], Path]) -> None:
     model = WrongPacked(load_checked(spec(model_folder("qwen3")), nothing).model)
     plan = choose(model, IDS, "auto")
     assert (plan.mode, plan.reuses_prefixes) == (BatchMode.TOGETHER, True)

@@ -4,7 +4,7 @@ import pytest
 
 from protocol.timing_profile import PassKind
 from tests.worker.engine.scheduling.modelled import Machine, at, plain_s, traffic
-from tests.worker.engine.scheduling.test_chunking import apart, fused, step
+from tests.worker.engine.scheduling.test_chunking import fused, separate, step
 from worker.engine.scheduling.pacing import CROWD, MIN_CHUNK, STALL_BLOCKS, STALL_RATIO, ChunkPolicy
 from worker.model.pass_costs import PassCosts
 from worker.speculation.policy import may_pay
@@ -25,7 +25,7 @@ def drafting(tokens: int, block: float = BLOCK_S) -> ChunkPolicy:
     for _ in range(8):
         step(policy, PLAIN_S)
         for chunk in (1 << size for size in range(5, 14)):
-            apart(policy, chunk * TOKEN_S, chunk)
+            separate(policy, chunk * TOKEN_S, chunk)
             step(policy, block, width=8, each=tokens)
             fused(policy, block + chunk * TOKEN_S, chunk, width=8, each=tokens)
         step(policy, block, width=8, each=tokens)
@@ -134,5 +134,5 @@ def test_while_prompts_keep_coming_a_step_is_now_and_then_measured_without_a_chu
         else:
             measured += 1
             step(policy, BLOCK_S, width=8, each=2)
-            apart(policy, 64 * TOKEN_S, 64)
+            separate(policy, 64 * TOKEN_S, 64)
     assert 3 <= measured <= 40

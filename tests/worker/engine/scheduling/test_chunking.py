@@ -33,7 +33,7 @@ def fused(policy: ChunkPolicy, seconds: float, chunk: int, rows: int = 4, width:
     policy.observe(PassTime(seconds, rows, width, each * rows, chunk))
 
 
-def apart(policy: ChunkPolicy, seconds: float, chunk: int) -> None:
+def separate(policy: ChunkPolicy, seconds: float, chunk: int) -> None:
     policy.observe(PassTime(seconds, prompted=chunk))
 
 
@@ -43,7 +43,7 @@ def learned(step_s: float, token_s: float, max_chunk: int = 512) -> ChunkPolicy:
     for _ in range(60):
         step(policy, step_s)
         for chunk in (32, 64, 128):
-            apart(policy, chunk * token_s, chunk)
+            separate(policy, chunk * token_s, chunk)
     return policy
 
 
@@ -99,7 +99,7 @@ def settle(policy: ChunkPolicy, step_s: float, chunk_s: float, token_s: float) -
     for _ in range(40):
         step(policy, step_s)
         chunk = policy.chunk(1, 4).tokens
-        apart(policy, chunk_s + chunk * token_s, chunk)
+        separate(policy, chunk_s + chunk * token_s, chunk)
     return chunk
 
 
@@ -150,11 +150,11 @@ def test_a_short_prompt_may_stall_longer_once() -> None:
 
 def test_a_first_chunk_that_compiled_kernels_is_soon_forgotten() -> None:
     policy = ChunkPolicy(512)
-    apart(policy, 12.0, 256)
+    separate(policy, 12.0, 256)
     for _ in range(60):
         step(policy, 0.005, rows=1)
         chunk = policy.chunk(1, 0).tokens
-        apart(policy, 0.004 + chunk * 0.00002, chunk)
+        separate(policy, 0.004 + chunk * 0.00002, chunk)
     assert policy.chunk(1, 0).tokens == 512
 
 
@@ -172,29 +172,29 @@ def test_a_fixed_policy_learns_nothing_from_time() -> None:
             assert policy.chunk(3, decoding).tokens == 512
 
 
-def seasoned(riding_s: float, apart_s: float, step_s: float = 0.02) -> ChunkPolicy:
+def seasoned(fused_s: float, separate_s: float, step_s: float = 0.02) -> ChunkPolicy:
     """A policy that has seen chunks of 128 tokens add so much to a step, in one forward pass and in their own."""
     policy = ChunkPolicy(512)
     for _ in range(8):
         step(policy, step_s)
-        fused(policy, step_s + riding_s, 128)
-        apart(policy, apart_s, 128)
+        fused(policy, step_s + fused_s, 128)
+        separate(policy, separate_s, 128)
     return policy
 
 
-def test_chunks_ride_on_the_step_where_that_is_quicker_and_else_run_apart() -> None:
-    assert seasoned(riding_s=0.005, apart_s=0.02).chunk(1, 4).is_fused
-    assert not seasoned(riding_s=0.02, apart_s=0.005).chunk(1, 4).is_fused
-    assert seasoned(riding_s=0.01, apart_s=0.0098).chunk(1, 4).is_fused, "one pass is left only for a gain"
+def test_chunks_are_fused_into_the_step_where_that_is_quicker_and_else_are_separate() -> None:
+    assert seasoned(fused_s=0.005, separate_s=0.02).chunk(1, 4).is_fused
+    assert not seasoned(fused_s=0.02, separate_s=0.005).chunk(1, 4).is_fused
+    assert seasoned(fused_s=0.01, separate_s=0.0098).chunk(1, 4).is_fused, "one pass is left only for a gain"
     assert not ChunkPolicy(512, can_fuse=False).chunk(1, 4).is_fused
     assert not seasoned(0.005, 0.02).chunk(1, 0).is_fused, "there is no step"
 
 
 def test_a_way_that_was_slower_is_tried_again() -> None:
-    policy = seasoned(riding_s=0.02, apart_s=0.005)
+    policy = seasoned(fused_s=0.02, separate_s=0.005)
     for _ in range(300):
         step(policy, 0.02)
-        apart(policy, 0.005, 128)
+        separate(policy, 0.005, 128)
     assert policy.chunk(1, 4).is_fused
 
 

@@ -89,7 +89,7 @@ def test_beats_are_due_at_their_interval_after_work_until_the_time_is_over() -> 
     beat = Heartbeat(None, 10.0, lambda: now)
     waited: list[float | None] = []
 
-    def take(idle_s: float | None) -> list[Command]:
+    def receive(idle_s: float | None) -> list[Command]:
         nonlocal now
         waited.append(idle_s)
         now += idle_s or 0.0
@@ -100,12 +100,12 @@ def test_beats_are_due_at_their_interval_after_work_until_the_time_is_over() -> 
         now += 0.25
         beat._beat_at = now
 
-    assert beat.take(take, guard, is_idle=True) == [WakeUp.UP]
+    assert beat.receive(receive, guard, is_idle=True) == [WakeUp.UP]
     assert waited == [None], "no work yet"
     waited.clear()
-    assert beat.take(take, guard, is_idle=False) == [WakeUp.UP]
+    assert beat.receive(receive, guard, is_idle=False) == [WakeUp.UP]
     waited.clear()
-    beat.take(take, guard, is_idle=True)
+    beat.receive(receive, guard, is_idle=True)
     assert waited == [INTERVAL_S] * 5 + [None]
     assert now <= 110.0
 
@@ -113,7 +113,7 @@ def test_beats_are_due_at_their_interval_after_work_until_the_time_is_over() -> 
 def test_no_beat_follows_a_sleep_of_the_machine_that_was_longer_than_the_time() -> None:
     now = 0.0
     beat = Heartbeat(lambda *_: pytest.fail("a pass"), 10.0, lambda: now)
-    beat.take(lambda _: [WakeUp.UP], lambda act: act(), is_idle=False)
+    beat.receive(lambda _: [WakeUp.UP], lambda act: act(), is_idle=False)
     now = 100.0
     beat._beat()
     assert beat._left_s() is None

@@ -36,7 +36,7 @@ def test_tokens_are_the_same_with_and_without_rests(settings: WorkerSpec) -> Non
 def test_an_abort_in_a_rest_is_heard_before_its_end(settings: WorkerSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.engine.scheduling.pacing.MAX_REST_S", 3600.0)
     # A tick seems to have taken an hour.
-    monkeypatch.setattr(Pacer, "worked", lambda pacer, began: pacer._rests.worked(began - 3600, time.monotonic()))
+    monkeypatch.setattr(Pacer, "worked", lambda pacer, began: pacer.duty_cycle.worked(began - 3600, time.monotonic()))
     with EngineHarness(settings) as engine:
         engine.command(SetPace(0.5))
         result = engine.submit(Generate(1, prompt(8), GREEDY, max_tokens=None))
@@ -63,5 +63,5 @@ def test_the_time_of_a_rest_is_no_time_of_a_step(settings: WorkerSpec) -> None:
         (rested,) = engine.run([Generate(2, prompt(8), GREEDY, max_tokens=40)])
         assert rested.ids == full.ids
         # A rest is nineteen times as long as the work before it, however fast the machine is.
-        assert 0.0 < sum(seen) < pacer.rests.total_s
+        assert 0.0 < sum(seen) < pacer.duty_cycle.total_s
         engine.command(SetPace())

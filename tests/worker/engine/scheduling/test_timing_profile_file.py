@@ -84,15 +84,15 @@ def test_a_folder_that_cannot_be_written_costs_one_line(tmp_path: Path, caplog: 
 
 def test_it_is_written_when_there_is_something_to_say_and_then_not_soon_again(tmp_path: Path) -> None:
     file, path = opened(tmp_path), timing_profile.file_of(tmp_path, "m", KEY)
-    file.tend(0.0)
+    file.flush_if_due(0.0)
     assert not path.exists()
     step(file)
-    file.tend(1.0)
+    file.flush_if_due(1.0)
     first = path.read_bytes()
     step(file, 0.005)
-    file.tend(WRITE_INTERVAL_S)
+    file.flush_if_due(WRITE_INTERVAL_S)
     assert path.read_bytes() == first
-    file.tend(WRITE_INTERVAL_S + 1.0)
+    file.flush_if_due(WRITE_INTERVAL_S + 1.0)
     assert path.read_bytes() != first
 
 

@@ -17,8 +17,8 @@ from tests.support.drafters import damped
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB, build
 from tests.support.scale import scaled
+from tests.worker.engine.test_fused_prefill import generated
 from tests.worker.engine.test_preemption import requests
-from tests.worker.engine.test_riding import generated
 from worker.model.loader import LoadedModel
 from worker.model.lora.adapters import adapters_of
 from worker.start.checked_model import load_checked
@@ -136,13 +136,15 @@ def test_prompts_are_scored_by_their_adapters_whatever_else_is_scored(adapted: C
         assert [entry.logprob for entry in result.prompt_logprobs[1:]] == pytest.approx(own, abs=1e-4)
 
 
-def test_a_prompt_that_rides_on_the_steps_of_other_adapters_changes_no_token(adapted: Callable[[str], Adapted]) -> None:
+def test_a_prompt_fused_into_steps_of_other_adapters_changes_no_token(
+    adapted: Callable[[str], Adapted],
+) -> None:
     case = adapted("quantized")
     loaded = load_checked(spec(case.model, adapters=case.adapters), lambda *_: None)
-    # A row comes every third tick, so that its chunks ride on steps of rows with other adapters.
-    riding, packed = generated(loaded, case.requests, chunk=8)
+    # A row comes every third tick, so that its chunks are fused into steps of rows with other adapters.
+    fused, packed = generated(loaded, case.requests, chunk=8)
     assert packed > 0
-    assert [riding[request.rid] for request in case.requests] == case.expected
+    assert [fused[request.rid] for request in case.requests] == case.expected
 
 
 @pytest.mark.parametrize("architecture", scaled(("qwen3", "qwen3_5"), ("qwen3",)))

@@ -1,4 +1,4 @@
-"""Incarnation of a worker: one process, from the wait for memory to the exit, with all state that ends with it."""
+"""Process of a worker, from the wait for memory to the exit, with all state that ends with it."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 GREET_RETRY_S: Final = 0.05
 
 
-class Incarnation:
+class WorkerProcess:
     """One process of a worker, identified by its epoch. Owned by the worker's state machine.
 
     Three fields have other writers, because the next request must see their changes: the link sets `is_unreachable`,
@@ -52,7 +52,7 @@ class Incarnation:
     ) -> None:
         self.name = name
         self.epoch = epoch
-        self.process: WorkerPort | None = None
+        self.port: WorkerPort | None = None
         self.loading: Loading | None = None
         self.ready: Ready | None = None
         self.ready_at = 0.0
@@ -87,18 +87,18 @@ class Incarnation:
 
     @property
     def pid(self) -> int:
-        return self.process.pid if self.process is not None else 0
+        return self.port.pid if self.port is not None else 0
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Pids of the worker's processes on this machine; for a group, of all its local ranks."""
-        if isinstance(self.process, RankGroup):
-            return self.process.pids
-        return (self.process.pid,) if self.process is not None else ()
+        if isinstance(self.port, RankGroup):
+            return self.port.pids
+        return (self.port.pid,) if self.port is not None else ()
 
     @property
     def is_adopted(self) -> bool:
-        return self.process is not None and self.process.is_adopted
+        return self.port is not None and self.port.is_adopted
 
     @property
     def is_unreachable(self) -> bool:
@@ -130,7 +130,7 @@ class Incarnation:
     async def wait_for_memory(self, spec: WorkerSpec) -> None:
         """Wait for a memory grant, and post `MemoryGranted` or `MemoryDenied`."""
         try:
-            share_bytes = await self._effects.admit(spec)
+            memory_bytes = await self._effects.admit(spec)
         except ModelUnavailable as error:
             self._post(inbox.MemoryDenied(spec.epoch, error.failure))
         except Exception:  # An exception that leaves this task would end the daemon's task group.
@@ -138,7 +138,7 @@ class Incarnation:
             why = f"model '{spec.name}' is not available: internal error"
             self._post(inbox.MemoryDenied(spec.epoch, Failure(Code.INTERNAL, why)))
         else:
-            self._post(inbox.MemoryGranted(spec.epoch, share_bytes))
+            self._post(inbox.MemoryGranted(spec.epoch, memory_bytes))
 
     def cancel_memory(self) -> None:
         _cancel(self.admission)
@@ -164,7 +164,7 @@ class Incarnation:
             self._greeting = self._start_task(self._greet())
 
     def _watch(self, process: WorkerPort) -> None:
-        self.process = process
+        self.port = process
         self._start_task(self._report_exit(process))
 
     # -- messages ------------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class Incarnation:
             self._link.ping(self._connection, int(self._effects.now() * 1e9))
 
     def is_sender_of(self, hello: Hello) -> bool:
-        """Whether this incarnation's own process has sent `hello`, and not another process of the same name."""
+        """Whether this worker's process has sent `hello`, and not another process of the same name."""
         if hello.pid == self.pid:
             return True
         self._events.stale_message()
@@ -280,35 +280,35 @@ class Incarnation:
 
     def shut_down(self) -> None:
         """End the process gently: Shutdown, SIGTERM, and SIGKILL after a time that grows with the weights."""
-        assert self.process is not None
+        assert self.port is not None
         term_s = self._limits.term_s if self.send(Shutdown()) else 0.0
         kill_s = self._limits.stop_grace_s(self.ready.weights_bytes if self.ready is not None else 0)
-        self._escalate(self.process, ((term_s, signal.SIGTERM), (max(0.0, kill_s - term_s), signal.SIGKILL)))
+        self._escalate(self.port, ((term_s, signal.SIGTERM), (max(0.0, kill_s - term_s), signal.SIGKILL)))
 
     def abort(self) -> None:
         """End a stuck process: dump its stacks into the log, then SIGABRT, then SIGKILL."""
-        assert self.process is not None
+        assert self.port is not None
         self.send(Dump(0))
         limits = self._limits
-        self._escalate(self.process, ((limits.dump_s, signal.SIGABRT), (limits.abort_s, signal.SIGKILL)))
+        self._escalate(self.port, ((limits.dump_s, signal.SIGABRT), (limits.abort_s, signal.SIGKILL)))
 
     def close(self, status: int | None, *, is_asked: bool) -> Verdict:
         """Release the exited process, park its unfinished sequences, and return the consequences of the exit."""
-        assert self.process is not None
+        assert self.port is not None
         ended = WorkerExit(
             title=str(self),
             model=self.name,
             status=status,
-            lines=self.process.last_lines(),
+            lines=self.port.last_lines(),
             goodbye=self.goodbye,
             fault=self.fault,
-            known=self.process.failure(),
+            known=self.port.failure(),
             is_asked=is_asked,
             is_replaced=self.has_successor or self.is_evicted,
             was_ready=self.ready is not None,
         )
-        self.process.close()
-        self.process = None
+        self.port.close()
+        self.port = None
         _cancel(self._escalation)
         _cancel(self._greeting)
         self.detach()

@@ -1,4 +1,4 @@
-"""Questions about tokens: metered and bounded by key, like requests that generate."""
+"""Tokenize calls: metered and bounded by key, like requests that generate."""
 
 import asyncio
 from pathlib import Path
@@ -29,7 +29,7 @@ async def ask(gateway: Gateway, secret: str, path: str, body: dict[str, Any]) ->
     return (await gateway.client.post(path, json=body, headers=bearer(secret))).status_code
 
 
-async def test_every_question_is_a_request_of_the_minute(tmp_path: Path) -> None:
+async def test_every_tokenize_call_is_a_request_of_the_minute(tmp_path: Path) -> None:
     async with running(tmp_path) as gateway:
         for path, body in ROUTES:
             secret = make(tmp_path, f"k{path.replace('/', '.')}", rpm=1)
@@ -37,7 +37,7 @@ async def test_every_question_is_a_request_of_the_minute(tmp_path: Path) -> None
             assert await ask(gateway, secret, "/v1/responses/resp_1/cancel", {}) == 404
 
 
-async def test_a_keys_questions_are_bounded_and_end_with_their_clients(tmp_path: Path) -> None:
+async def test_a_keys_tokenize_calls_are_bounded_and_end_with_their_clients(tmp_path: Path) -> None:
     secret, other = make(tmp_path, "k"), make(tmp_path, "other")
     never = {"model": "m", "prompt": "never"}
     async with running(tmp_path) as gateway:
@@ -56,7 +56,7 @@ async def test_a_keys_questions_are_bounded_and_end_with_their_clients(tmp_path:
         assert await ask(gateway, secret, *ROUTES[0]) == 200
 
 
-async def test_no_question_begins_while_the_daemon_drains(tmp_path: Path) -> None:
+async def test_no_tokenize_call_begins_while_the_daemon_drains(tmp_path: Path) -> None:
     async with running(tmp_path) as gateway:
         gateway.app.drain()
         answer = await gateway.client.post("/tokenize", json={"model": "m", "prompt": "hi"})

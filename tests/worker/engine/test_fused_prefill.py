@@ -1,4 +1,4 @@
-"""Chunks of prompts that ride on the steps of rows that generate: one forward pass a tick, and the same tokens."""
+"""Chunks of prompts fused into the steps of rows that generate: one forward pass a tick, and the same tokens."""
 
 import random
 from collections.abc import Callable
@@ -30,7 +30,7 @@ LENGTHS = (5, 70, 33, 100, 12)
 
 
 class Watched:
-    """A model that keeps the shapes of the passes in which prompts ride on a step."""
+    """A model that keeps the shapes of the passes in which prompts are fused into a step."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -87,7 +87,7 @@ def generated(
 
 
 @pytest.mark.parametrize("architecture", SAMPLE)
-def test_rows_beside_which_prompts_ride_and_those_that_ride_keep_their_tokens(
+def test_decoding_rows_and_prompts_fused_into_their_steps_keep_their_tokens(
     architecture: str, model_folder: Callable[[str], Path]
 ) -> None:
     loaded, batch = load(spec(model_folder(architecture)), lambda *_: None), requests()
@@ -97,8 +97,8 @@ def test_rows_beside_which_prompts_ride_and_those_that_ride_keep_their_tokens(
         alone |= generated(loaded, [request], chunk=512)[0]
         assert isinstance(request.prompt, TokensPrompt)
         drafter.learn([*request.prompt.ids, *alone[request.rid]])
-    riding, packed = generated(loaded, batch)
-    assert riding == alone
+    fused, packed = generated(loaded, batch)
+    assert fused == alone
     assert packed > 10
     assert generated(loaded, batch, is_fused=False) == (alone, 0)
     drafted, packed = generated(loaded, batch, drafter=drafter)
@@ -169,7 +169,7 @@ def test_each_pass_is_timed_once_with_its_rows_width_and_tokens(
 
 
 @pytest.mark.parametrize("architecture", scaled(KINDS, ["gemma3_text"]))
-def test_grammars_penalties_and_logprobs_are_right_beside_prompts_that_ride_and_leave(
+def test_grammars_penalties_and_logprobs_are_right_beside_fused_prompts_that_come_and_go(
     architecture: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker.engine.scheduling.pacing._MARGIN", 0.0)  # whichever way is quicker here
