@@ -77,7 +77,7 @@ class Client:
 
 
 class TurnInbox(EngineInbox):
-    """Inbox whose `take`, called at the start of each tick, asks the world for the commands of the tick."""
+    """Inbox whose `receive`, called at the start of each tick, asks the world for the commands of the tick."""
 
     def __init__(self, turn: Callable[[], list[Command]]) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class TurnInbox(EngineInbox):
     def put(self, command: Command) -> None:
         """Ignore wake-ups: no tick blocks."""
 
-    def take(
+    def receive(
         self, idle_s: float | None = None, *, is_idle: bool, is_waiting: bool, rest_s: float = 0.0
     ) -> list[Command]:
         return self._turn()
